@@ -18,6 +18,10 @@ from trainer.step.options import must_be
 
 log = logging.getLogger(__name__)
 
+_LARGE_BATCH = 1 << 20  # The memory for smaller ones is not looked at.
+# Of the reading list of a batch, at least: 50 to 124 were measured.
+_BYTES_PER_EXAMPLE = 50
+
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first invalid field."""
@@ -48,6 +52,8 @@ def check(config: Config) -> None:
             "but config.checkpoint_every_steps=0 saves at the end only. Type "
             "--config.checkpoint_every_steps=100, for example."
         )
+    _check_memory("batch_size", config.batch_size)
+    _check_memory("eval_batch_size", config.eval_batch_size)
     _check_options(config)
     check_trackers(config.trackers)
     if config.warm_start.path.startswith("s3://"):
@@ -60,6 +66,24 @@ def check(config: Config) -> None:
             "config.data.lanes must divide batch_size, so that every batch takes as many examples "
             f"from each lane. Received: lanes={config.data.lanes}, batch_size={config.batch_size}. "
             "Leave lanes at 0 to have it chosen."
+        )
+
+
+def _check_memory(name: str, size: int) -> None:
+    """Refuses a batch whose list of examples alone needs more than the free memory.
+
+    Without this check the kernel would kill the process.
+    """
+    if size < _LARGE_BATCH:
+        return
+    from data.system.memory import free_memory_bytes
+
+    free = free_memory_bytes()
+    if size * _BYTES_PER_EXAMPLE > free:
+        raise ConfigError(
+            f"config.{name}={size:,} needs {size * _BYTES_PER_EXAMPLE / 2**30:,.1f} GiB of memory "
+            f"to list the examples of a batch, without the examples, but {free / 2**30:,.1f} GiB "
+            f"are free. Type a smaller one, for example --config.{name}=1024."
         )
 
 

@@ -14,8 +14,8 @@
 | report.html | the page of the run | run_record/report_upload.py, and trainer.report |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/supervisor.py |
-| failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |
-| membership/ | which hosts train together, with --min_workers | local/membership.py |
+| failures.jsonl | why tasks of several hosts ended; new numbers of workers | local/failures.py |
+| membership/ | which hosts, or how many workers, train: --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
 | tasks/restarts.jsonl | why tasks of a local cluster were restarted | local/launch_report.py |
 | tasks/*.time.jsonl | where the time of each task went | run_record/recorder.py |
@@ -72,6 +72,7 @@ NO_METRICS = (
     "examples_skipped",
     "records_skipped",
 )
+FAILURES = "failures.jsonl"  # In the model directory, or, if that is a URL, under runs/.
 RESTARTS = "restarts.jsonl"  # In the directory of the tasks' logs.
 MEMBERSHIP = "membership"  # In the model directory.
 _GROUP = re.compile(r"group-(\d{8})\.json")  # In MEMBERSHIP.

@@ -73,11 +73,15 @@ def in_flight(slots: WorkerSlot) -> list[int]:
 
 
 def counts_of(counters: npt.NDArray[np.int64], workers: Sequence[str]) -> WorkerStats:
-    """Packed `counters` of `workers`, with the names of worker_stats."""
+    """Packed `counters` of `workers`, with the names of worker_stats.
+
+    There may be more rows than workers: one for each worker slot.
+    """
     names = ("worker_steps", "worker_examples", "worker_dropped", "worker_repeated")
+    of_workers = counters[: len(workers)]
     return {
         name: dict(zip(workers, column, strict=True))
-        for name, column in zip(names, counters.T.tolist(), strict=True)
+        for name, column in zip(names, of_workers.T.tolist(), strict=True)
     }
 
 

@@ -43,7 +43,7 @@ def flags_for(digits: Path, num_steps: int) -> tuple[str, ...]:
 
 
 class Launchers:
-    """`listed` is --hosts; `under` has a prefix of each launcher's command."""
+    """`listed` is --hosts, with `num_ps` ps at the end; `under` has a prefix of each command."""
 
     def __init__(
         self,
@@ -52,23 +52,27 @@ class Launchers:
         listed: str,
         flags: tuple[str, ...],
         under: tuple[tuple[str, ...], ...] = (),
+        num_ps: int = 0,
     ) -> None:
         self._stack = stack
         self.model_dir = model_dir
         pause_of(model_dir).write_text(str(PAUSE_SECS))
         self._under = under
         self._argv = (
-            "--strategy=multiworker",
+            *(("--strategy=ps", f"--ps={num_ps}") if num_ps else ("--strategy=multiworker",)),
             f"--hosts={listed}",
             f"--model_dir={model_dir}",
             *flags,
         )
+        self._num_workers = listed.count(",") + 1 - num_ps
         self.on: dict[int, Process] = {}
 
     def start(self, *indices: int, flags: tuple[str, ...] = ()) -> None:
         """Starts the launchers of hosts, with more `flags`."""
         for index in indices:
-            task = () if self._under else ("--job_name=worker", f"--task_index={index}")
+            job, of_job = ("worker", index), ("ps", index - self._num_workers)
+            name, number = job if index < self._num_workers else of_job
+            task = () if self._under else (f"--job_name={name}", f"--task_index={number}")
             under = self._under[index] if self._under else ()
             process = Process((*self._argv, *task, *flags), self.model_dir, under=under)
             self.on[index] = self._stack.enter_context(process)

@@ -455,11 +455,11 @@ def test_workers_with_the_tf_config_of_the_readme_train_together(
 
 
 def test_each_command_on_hosts_is_run_here() -> None:
-    # tests/faults/test_agents.py and test_elastic.py start a launcher on each host.
+    # tests/faults/test_agents.py, test_elastic.py and test_resizing.py start them on each host.
     launched = [
         command
         for command in ON_HOSTS
         if "--max_restarts=3" in command or "--min_workers=2" in command
     ]
-    assert len({*launched}) == 2
+    assert len({*launched}) == 3
     assert {*ON_HOSTS} == {*TERMINALS, *SERVED, *WITH_TF_CONFIG, *launched}

@@ -166,3 +166,12 @@ def test_bounds_hold_for_a_field_that_a_config_file_declares_again() -> None:
     check(Mine())
     with pytest.raises(ConfigError, match="batch_size must be at least 1"):
         check(Mine(batch_size=0))
+
+
+@pytest.mark.parametrize("name", ["batch_size", "eval_batch_size"])
+def test_batch_that_does_not_fit_into_memory_is_refused(name: str) -> None:
+    config = Config()
+    setattr(config, name, 10**15)
+    needed = rf"{name}=1,000,000,000,000,000 needs 46,566,128.7 GiB .* Type .*--config.{name}=1024"
+    with pytest.raises(ConfigError, match=needed):
+        check(config)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from data.system.memory import free_memory_bytes
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.ps.placement import Group, place
@@ -20,7 +21,6 @@ from trainer.doctor.findings import Finding, can_connect, findings
 from trainer.doctor.plan import (
     Settings,
     _loads_with_standby,
-    free_memory_bytes,
     mark_in,
     place_fault,
     plan_in_child,

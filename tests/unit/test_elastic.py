@@ -11,7 +11,14 @@ from strategies.cluster.tf_config import ClusterError, Task
 from tests.unit.stand_ins import KILLED, lines_of, no_progress, notes, starter
 from trainer.local.deaths import TaskEnd
 from trainer.local.elastic import ElasticPolicy, run_elastic
-from trainer.local.group_rules import Group, HostRecord, Rules, Snapshot
+from trainer.local.group_rules import (
+    Group,
+    HostRecord,
+    Rules,
+    Sightings,
+    Snapshot,
+    next_members,
+)
 from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership
 from trainer.local.policy import Activity, Step
@@ -19,18 +26,30 @@ from trainer.local.supervisor import Supervisor
 from trainer.run_files import newest_generation
 
 ALL = frozenset({0, 1, 2})
+PS = frozenset({2})
 HOSTS = tuple(f"host-{index}.invalid:2222" for index in range(3))  # Names without an address.
 
 
 class Host:
-    """The policy of host 1 of three, and what it reads in snapshots, one a second."""
+    """The policy of a host of three, and what it reads in snapshots, one a second.
 
-    def __init__(self, model_dir: Path, *members: int, rejoin_secs: float = 4.0) -> None:
-        self.files = Membership(model_dir, HOSTS, 1)
+    Under ps, host 2 has the ps: `servers`.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *members: int,
+        rejoin_secs: float = 4.0,
+        own: int = 1,
+        servers: frozenset[int] = frozenset(),
+    ) -> None:
+        self.files = Membership(model_dir, HOSTS, own)
         if members:
             self.files.propose(Group(0, ALL), frozenset(members))
-        self.policy = ElasticPolicy(self.files, Rules(1, rejoin_secs), "", saves_regularly=False)
-        self.alive = {1}
+        rules = Rules(1, rejoin_secs, servers)
+        self.policy = ElasticPolicy(self.files, rules, "", saves_regularly=False)
+        self.alive = {own}
         self.identities = dict.fromkeys(ALL, "")
         self.records: dict[int, HostRecord] = {}
         self._beat = 0
@@ -100,15 +119,85 @@ def test_tasks_stop_together_when_a_host_joins(tmp_path: Path) -> None:
     steps = [host.look(Activity.RUNNING) for _ in range(3)]
     assert Step.STOP_TOGETHER in steps
     assert Step.SAVE_AND_END not in steps
-    assert host.policy.on_exit(75, Activity.IDLE) is Step.START
+    assert host.policy.on_exit(Task("worker", 1), 75, Activity.IDLE) is Step.START
     assert host.start() == [("worker 1", 2, 2)]
+
+
+def test_chief_of_ps_stops_when_a_host_joins_and_servers_wait_for_the_chief(tmp_path: Path) -> None:
+    chief, ps = (Host(tmp_path, 0, 2, own=own, servers=PS) for own in (0, 2))
+    for host, task in ((chief, "worker 0"), (ps, "ps 0")):
+        host.alive = {0, 2}
+        host.look()
+        assert host.start() == [(task, 1, 1)]
+        assert host.look(Activity.RUNNING) is Step.NONE
+        host.alive = {0, 1, 2}
+    assert Step.STOP_TOGETHER in [chief.look(Activity.RUNNING) for _ in range(3)]
+    assert [ps.look(Activity.RUNNING) for _ in range(3)] == [Step.NONE] * 3
+    # The chief has ended it.
+    assert ps.policy.on_exit(Task("ps", 0), 75, Activity.IDLE) is Step.START
+    assert ps.start() == [("ps 0", 2, 2)]
+    assert chief.policy.on_exit(Task("worker", 0), 75, Activity.IDLE) is Step.START
+    assert chief.start() == [("worker 0", 2, 2)]
+    (line,) = lines_of(tmp_path / "failures.jsonl")
+    assert (line["workers_before"], line["workers"]) == (1, 2)
+    assert line["why"] == f"joined: {HOSTS[1]}"
+
+
+def test_worker_of_ps_takes_over_from_a_lost_chief_while_the_ps_serves_on(tmp_path: Path) -> None:
+    worker, ps = (Host(tmp_path, own=own, servers=PS) for own in (1, 2))
+    for host, task in ((worker, "worker 1"), (ps, "ps 0")):
+        host.alive = {0, 1, 2}
+        host.look()
+        assert host.start() == [(task, 0, 2)]
+        assert host.look(Activity.RUNNING) is Step.NONE
+        host.alive = {1, 2}
+    assert Step.SAVE_AND_END in [worker.look(Activity.RUNNING) for _ in range(12)]
+    assert worker.policy.on_exit(Task("worker", 1), -signal.SIGUSR1, Activity.IDLE) is Step.START
+    assert worker.start() == [("worker 0", 1, 1)]
+    assert {ps.look(Activity.RUNNING) for _ in range(12)} == {Step.NONE}
+
+
+def test_worker_of_ps_whose_launcher_ends_is_left_out_at_once(tmp_path: Path) -> None:
+    host = Host(tmp_path, own=0, servers=PS, rejoin_secs=1000.0)
+    host.alive, host.records[1] = {0, 2}, HostRecord("former", 9, ALL - {1}, ended=75)
+    host.look()
+    assert host.start() == [("worker 0", 0, 2)]
+    # The record was there before: that host may start a little later than this one.
+    assert {host.look(Activity.RUNNING) for _ in range(12)} == {Step.NONE}
+    host.alive = {0, 1, 2}
+    assert host.look(Activity.RUNNING) is Step.NONE
+    host.alive, host.records[1] = {0, 2}, HostRecord("start", 1000, ALL - {1}, ended=75)
+    assert host.look(Activity.RUNNING) is Step.STOP_TOGETHER
+    assert host.policy.on_exit(Task("worker", 0), 75, Activity.IDLE) is Step.START
+    assert host.start() == [("worker 0", 1, 1)]
+    (line,) = lines_of(tmp_path / "failures.jsonl")
+    assert line["why"] == f"left: {HOSTS[1]}"
+
+
+def test_group_waits_for_a_lost_ps_and_min_workers_counts_workers(tmp_path: Path) -> None:
+    host = Host(tmp_path, own=0, servers=PS)
+    host.alive = {0, 1, 2}
+    host.look()
+    host.start()
+    host.look(Activity.RUNNING)
+    host.alive = {0, 1}
+    assert {host.look(Activity.RUNNING) for _ in range(12)} == {Step.NONE}
+    assert newest_generation(tmp_path) == 0
+    rules = Rules(2, 4.0, PS)
+    sightings = Sightings(0)
+    for beat in range(12):  # Hosts 0 and 2: one worker.
+        records = {h: HostRecord("start", beat, ALL - {h}) for h in (0, 2)}
+        sightings.update(Snapshot(beat, records, 0), Group(0, ALL))
+    assert next_members(Group(0, ALL), sightings, rules) is None
+    one = rules._replace(min_workers=1)
+    assert next_members(Group(0, ALL), sightings, one) == frozenset({0, 2})
 
 
 def test_task_that_died_is_started_after_its_delay_unless_the_group_changes(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.look()
     host.start()
-    assert host.policy.on_exit(KILLED, Activity.IDLE) is None
+    assert host.policy.on_exit(Task("worker", 1), KILLED, Activity.IDLE) is None
     assert host.look(Activity.DELAYING) is Step.NONE
     host.files.propose(Group(0, ALL), frozenset({0, 1}))
     assert host.look(Activity.DELAYING) is Step.START
@@ -153,7 +242,7 @@ def test_end_of_a_task_that_was_asked_to_end_is_no_failure(
     if is_done:
         host.finish(0)
         assert host.look(Activity.RUNNING) is Step.DONE
-    assert host.policy.on_exit(exit_code, activity) is step
+    assert host.policy.on_exit(Task("worker", 1), exit_code, activity) is step
     assert host.policy.is_over() == (is_done or exit_code == 0)
 
 

@@ -117,6 +117,14 @@ def test_status_follows_the_files_of_a_local_cluster(run: Path) -> None:
     assert status.curve("train", "loss") == [1 / 100]
 
 
+def test_worker_that_the_run_gave_up_is_not_shown(run: Path) -> None:
+    status = training(run)
+    status.read_line("1 worker(s) train from now on, not 2: membership/workers says 1.")
+    status.poll()
+    assert "worker 1" not in states(status)
+    assert "worker 0" in states(status)
+
+
 def test_dead_worker_is_shown_until_its_restart_has_trained(run: Path) -> None:
     status = training(run)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:

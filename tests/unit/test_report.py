@@ -138,6 +138,9 @@ def write_run(directory: Path, *, num_steps: int, every_steps: int, rate: float 
     restart = {"time": "now", "started_again": ["worker 1"], "task": "worker 1", "process": 11}
     more = {"seconds": 10.0, "why": "signal 9 <Killed>"}
     (directory / "tasks" / "restarts.jsonl").write_text(json.dumps({**restart, **more}) + "\n")
+    resize = {"time": "later", "workers": 6, "workers_before": 2, "why": "host-c joined"}
+    lines_of_failures = [json.dumps({"time": "now", "host": "host-a"}), json.dumps(resize)]
+    (directory / "failures.jsonl").write_text("\n".join(lines_of_failures) + "\n")
     return directory
 
 
@@ -223,6 +226,7 @@ def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
     cells = [cell.strip() for cell in page.cells]
     assert {"chief-0", "ps-0", *(w.replace(" ", "-") for w in WORKERS), *WORKERS} <= set(cells)
     assert "signal 9 <Killed>" in cells
+    assert "host-c joined" in cells
     assert "100,000 of 100,000" in cells
     assert "each example 1,000 times" in cells
     assert "100, each once" in cells

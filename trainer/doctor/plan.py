@@ -12,19 +12,17 @@ import contextlib
 import multiprocessing
 import os
 import platform
-import re
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-import psutil
 
 from data.system.cores import num_cores
 from data.system.errors import TrainerError
 from data.system.files import is_url
+from data.system.memory import free_memory_bytes
 from data.system.version import version_of
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.config import Recipe
@@ -36,14 +34,7 @@ if TYPE_CHECKING:
     from strategies.ps.placement import Placement
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_CGROUPS = Path("/sys/fs/cgroup")
 _LOCK_SECS = 2.0
-# The files with a control group's limit, its use, and the part of the use that caches files:
-# version 2, and version 1.
-_MEMORY_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 # Batches that are in memory at a time: the batch of the step, and those that are prepared.
 _BATCHES = 3
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # That gRPC would use.
@@ -165,31 +156,6 @@ def _existing(model_dir: str) -> Path:
     while not existing.exists():
         existing = existing.parent
     return existing
-
-
-def free_memory_bytes(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns the free memory of the machine, or of a control group that limits this process."""
-    free = int(psutil.virtual_memory().available)
-    for group in _memory_groups(cgroups, own):
-        for limit, used, cached in _MEMORY_FILES:
-            with contextlib.suppress(OSError, ValueError):  # No limit, or the other version.
-                rest = int((group / limit).read_text()) - int((group / used).read_text())
-                # The kernel takes back the memory that caches files.
-                stat = (group / "memory.stat").read_text()
-                found = re.search(rf"^{cached} (\d+)$", stat, re.MULTILINE)
-                free = min(free, rest + int(found[1] if found else 0))
-    return max(0, free)
-
-
-def _memory_groups(cgroups: Path, own: Path) -> Iterator[Path]:
-    """The control groups of memory, versions 1 and 2, of this process, and all above them."""
-    lines = own.read_text().splitlines() if own.exists() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers == "" or "memory" in controllers.split(","):
-            top = cgroups / "memory" if controllers else cgroups
-            group = top / path.lstrip("/")
-            yield group
-            yield from (above for above in group.parents if above.is_relative_to(top))
 
 
 def _outgoing_ports() -> list[int]:

@@ -33,6 +33,7 @@ SCHEDULERS = ("slurm", "jobset", "indexed_job", "skypilot", "sagemaker")
 # TF_CONFIG or --worker_hosts describes; as a part of that description; or in the choice of it.
 ANYWHERE, LOCAL, DESCRIBED, HOSTS_OF_TASKS = "anywhere", "local", "described", "hosts"
 SOURCE = "source"
+LOCAL_OR_HOSTS = "local or hosts"  # In a cluster on this machine, or of --hosts.
 
 
 class Scope(NamedTuple):
@@ -226,15 +227,17 @@ with _scope(STRATEGIES):
         "hosts: if given, the task is supervised too.",
         lower_bound=0,
     )
-with _scope(("multiworker",), DESCRIBED):
+with _scope(_CLUSTERS, LOCAL_OR_HOSTS):
     MIN_WORKERS = flags.DEFINE_integer(
         "min_workers",
         None,
-        "multiworker, with --hosts: hosts that are lost do not stop the others, as long as this "
-        "many are left, and hosts that come are taken in. Each host has a launcher, as with "
-        "--max_restarts.",
+        "With --hosts: hosts that are lost do not stop the others, as long as this many workers "
+        "are left, and hosts that come are taken in. Each host has a launcher, as with "
+        "--max_restarts. ps on this machine: MODEL_DIR/membership/workers says how many workers "
+        "train, from this number to --workers; it may change at any time.",
         lower_bound=1,
     )
+with _scope(_CLUSTERS, DESCRIBED):
     REJOIN_SECS = flags.DEFINE_float(
         "rejoin_secs",
         60.0,
@@ -402,9 +405,10 @@ def values_of(group: type) -> dict[str, Any]:
 def strategy_words() -> list[str]:
     """Returns --strategy, and the given flags of its options, as words of a command line."""
     hosts = {flag.name for flag in HOSTS.values()}
+    kept = [ANYWHERE, LOCAL] + [LOCAL_OR_HOSTS] * (HOST_LIST.value is None)
     names = [
         name
         for name, scope in SCOPES.items()
-        if FLAGS[name].present and scope.where in (ANYWHERE, LOCAL) and name not in hosts
+        if FLAGS[name].present and scope.where in kept and name not in hosts
     ]
     return [FLAGS[name].serialize() for name in ("strategy", *names)]

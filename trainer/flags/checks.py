@@ -146,26 +146,43 @@ def _check_elastic(cluster: Cluster | None) -> None:
             )
         return
     given = f"--min_workers={least}"
-    if flags.HOST_LIST.value is None or cluster is None:
+    is_local = cluster is None and flags.STRATEGY.value == "ps"
+    if not is_local and (flags.HOST_LIST.value is None or cluster is None):
         raise ConfigError(
             f"{given} needs the list of all hosts that may take part. Add --hosts=a,b,c, the same "
             "on every host, or leave --min_workers out."
         )
-    num_hosts = cluster.num("worker")
-    if least > num_hosts:
+    most = flags.WORKERS.value if cluster is None else cluster.num("worker")
+    if least > most:
+        what = "workers of --workers" if is_local else "hosts of --hosts that are workers"
         raise ConfigError(
-            f"{given} is more than the {num_hosts} hosts of --hosts, so that training would never "
-            f"begin. Type --min_workers={num_hosts}, or less."
+            f"{given} is more than the {most} {what}, so that training would never begin. Type "
+            f"--min_workers={most}, or less."
         )
     if not math.isfinite(flags.REJOIN_SECS.value):
         raise ConfigError(
             f"--rejoin_secs must be a number of seconds. Received: {flags.REJOIN_SECS.value}. Type "
             "--rejoin_secs=60."
         )
+    for name in ("keep_serving", "chief_timeout_secs"):
+        if flags.STRATEGY.value == "ps" and flags.FLAGS[name].present:
+            raise ConfigError(
+                f"{given}: the launchers decide how long a task waits for the chief, and start it "
+                f"again for the next one, so that --{name} would be ignored. Leave one out."
+            )
+    if not is_local and model_dir is None:
+        raise ConfigError(
+            f"{given} needs --model_dir: a directory that all tasks see, on a shared file system."
+        )
     if flags.MAX_RESTARTS.value == 0:
         raise ConfigError(
-            f"{given} needs restarts: when the hosts that train change, each launcher starts its "
-            "task again. But --max_restarts=0 allows none. Leave it out."
+            f"{given} needs restarts: when the workers that train change, each launcher starts its "
+            "tasks again. But --max_restarts=0 allows none. Leave it out."
+        )
+    if is_local and is_url(str(model_dir)):
+        raise ConfigError(
+            f"{given} needs --model_dir on this machine: the file membership/workers in it says "
+            f"how many workers train. Received: --model_dir={model_dir}."
         )
     if is_url(str(model_dir)):
         raise ConfigError(

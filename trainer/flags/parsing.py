@@ -13,7 +13,15 @@ from absl.flags import Error, UnrecognizedFlagError
 from data.system.errors import UsageError
 from data.system.flags import check_utf8, show_help
 from trainer.exit_codes import EXIT_USAGE
-from trainer.flags import COMPLETION, DEFAULT_CONFIG, FLAGS, LOCAL, SCOPES, SHORTCUTS
+from trainer.flags import (
+    COMPLETION,
+    DEFAULT_CONFIG,
+    FLAGS,
+    LOCAL,
+    LOCAL_OR_HOSTS,
+    SCOPES,
+    SHORTCUTS,
+)
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -41,7 +49,8 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
     if not paths:
-        argv = with_settings_of_run(argv, [n for n, s in SCOPES.items() if s.where == LOCAL])
+        local = [n for n, s in SCOPES.items() if s.where in (LOCAL, LOCAL_OR_HOSTS)]
+        argv = with_settings_of_run(argv, local)
         paths, others = _split_config(argv)
     # The tasks of a cluster on this machine get the command line of their launcher. ml_collections
     # reads it, too, and needs --config before its fields.

@@ -47,6 +47,9 @@ def task_spec(
     recipe: Recipe, cluster: Cluster | None, model_dir: str, *, is_launched: bool = False
 ) -> TaskSpec:
     """Returns the task that the flags describe; its fields have the values of equal names."""
+    workers = num_workers(cluster)
+    if is_launched and flags.MIN_WORKERS.present:  # The launcher has checked it for all workers.
+        workers = max(workers, flags.REPLICAS_TO_AGGREGATE.value or 0)
     values = flags.values_of(TaskSpec) | {
         "transfer": Transfer(**flags.values_of(Transfer)),
         "recipe": recipe,
@@ -56,12 +59,13 @@ def task_spec(
         "is_verbose": flags.VERBOSE.value,
         "is_quiet": flags.QUIET.value,
         "flags": flags.strategy_words(),
-        "replicas_to_aggregate": num_to_aggregate(recipe, num_workers(cluster)),
+        "replicas_to_aggregate": num_to_aggregate(recipe, workers),
         "is_checked": is_launched,
         "serves": cluster is not None and serves(cluster),
         "metrics_listener": metrics_listener(is_chief=cluster is None or cluster.is_chief),
     }
-    if flags.KEEP_SERVING.value:
+    # The launchers of an elastic cluster look for the chief themselves.
+    if flags.KEEP_SERVING.value or (cluster is not None and cluster.generation is not None):
         values["chief_timeout_secs"] = None
     return TaskSpec(**values)
 
@@ -76,7 +80,8 @@ def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
         return check(recipe, model_dir, cluster)
     from trainer import preflight
 
-    if flags.MIN_WORKERS.present:  # Otherwise the task finds it, before it trains.
+    # Without --min_workers the task finds it, before it trains.
+    if flags.MIN_WORKERS.present and not cluster.num("ps"):
         num_replicas = preflight.num_replicas_here(flags.NUM_GPUS.value)
         check_replicas(recipe.config, num_workers(cluster) * num_replicas)
     _preflight(recipe, model_dir, cluster)

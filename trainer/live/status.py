@@ -35,6 +35,7 @@ _REPORT = re.compile(r"step [\d,]+/[\d,]+  (train|eval) ")
 _START = re.compile(rb"=== (?P<task>.+), start (?P<start>\d+), process (?P<pid>\d+), (?P<time>.+)")
 _RESTARTING = re.compile(r" died: .*\. Restarting (?P<task>.+) (now|in [\d.e+]+ s)\.$")
 _ALL = "all tasks"
+_RESIZED = re.compile(r"(?P<number>\d+) worker\(s\) train from now on, not ")
 STARTING, COMPILES, TRAINING, SERVING = "starting", "compiling", "training", "serving"
 RESTARTING, DEAD = "restarting", "dead"
 
@@ -179,6 +180,11 @@ class Status:
         elif found := _RESTARTING.search(line.rstrip()):
             is_all = found["task"] == _ALL
             self._restarting |= set(self._tasks) if is_all else {found["task"]}
+        elif found := _RESIZED.match(line):
+            left = {f"worker {index}" for index in range(int(found["number"]))}
+            for name in [n for n in self._tasks if n.startswith("worker ") and n not in left]:
+                del self._tasks[name]
+            self._restarting |= set(self._tasks)
         if self._phase == TRAINING and COMPILING in self.messages:
             self.messages.remove(COMPILING)
         if step is None and line.strip() and not split_of_report(line):

@@ -11,6 +11,10 @@ A launcher changes the group in this order: it ends its own task, with the state
 the next group; it starts its task. Without this task the former group cannot make a step. If a
 member is lost, the other tasks save the last complete step. If hosts join, all tasks stop at the
 same step.
+
+Under ps only the chief needs the list of workers. When the group changes, the launcher of its host
+has it stop after a complete step and save; it ends all servers, and the launchers start them again
+in the next group. If the host of the chief is lost, each ps keeps the variables for the next chief.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,6 +25,7 @@ from typing_extensions import override
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import ENDED_AS_ASKED, TaskEnd
+from trainer.local.failures import Resize, write_resize
 from trainer.local.group_rules import Group, Rules, Sightings, Snapshot, next_members
 from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership, Watcher
@@ -45,6 +50,7 @@ class ElasticPolicy(FixedPolicy):
         self.identity = identity
         self._rules = rules
         self._own = membership.own
+        self._num_workers = len(membership.addresses) - len(rules.servers)
         self._sightings = Sightings(self._own, identity=identity, saves_regularly=saves_regularly)
         self._num_snapshots = 0
         self._group = Group(-1, frozenset())  # The newest that was read; none yet.
@@ -65,10 +71,13 @@ class ElasticPolicy(FixedPolicy):
         return self.clusters.keys()
 
     @override
-    def on_exit(self, exit_code: int, activity: Activity) -> Step | None:
+    def on_exit(self, task: Task, exit_code: int, activity: Activity) -> Step | None:
         # Other exit codes, such as that of a bug, would come again after a restart.
         is_unneeded = self._is_done and (exit_code < 0 or exit_code == EXIT_RESTART)
+        (cluster,) = self.clusters.values()
         is_asked = is_unneeded or (self._is_regrouping and exit_code in ENDED_AS_ASKED)
+        # The chief has ended its servers.
+        is_asked |= cluster.is_server and not cluster.is_chief and exit_code == EXIT_RESTART
         self._is_regrouping = False
         if not is_asked or activity is Activity.ENDING:
             self._is_done |= exit_code == EXIT_DONE
@@ -83,7 +92,7 @@ class ElasticPolicy(FixedPolicy):
     def counts(self, end: TaskEnd) -> bool:
         # A task that lost another one is not the cause. The launcher of the cause counts.
         (cluster,) = self.clusters.values()
-        has_lost_another = end.exit_code == EXIT_RESTART and cluster.num("worker") > 1
+        has_lost_another = end.exit_code == EXIT_RESTART and len(cluster.trainers) > 1
         return not has_lost_another or end.was_overdue
 
     @override
@@ -150,6 +159,13 @@ class ElasticPolicy(FixedPolicy):
         is_outdated = self._group.generation != self._generation
         if not is_outdated and next_members(self._group, self._sightings, self._rules) is None:
             return Step.NONE
+        (cluster,) = self.clusters.values()
+        if cluster.is_server:
+            is_led = not is_outdated and min(self._group.members) in self._sightings.core
+            if cluster.task.job == "ps" or (is_led and not cluster.is_chief):
+                return Step.NONE  # The chief ends it, or it keeps the variables for the next chief.
+            self._is_regrouping = True
+            return Step.STOP_TOGETHER if is_led else Step.SAVE_AND_END
         self._is_regrouping = True
         # If all are there, they stop at the same step. Otherwise each saves its last complete step.
         is_whole = not is_outdated and self._sightings.core == self._group.members
@@ -163,17 +179,39 @@ class ElasticPolicy(FixedPolicy):
             return Step.NONE
         if members is not None:
             try:
-                self.membership.propose(self._group, members)
+                if self.membership.propose(self._group, members):
+                    self._write_resize(members)
             except OSError as error:
                 say(f"The next group of hosts could not be written: {error}")
             self._read_group()
         return Step.START
 
+    def _write_resize(self, members: frozenset[int]) -> None:
+        """Writes down that `members` follow the present group."""
+        addresses, before = self.membership.addresses, self._group.members
+        lost, left = before - members, self._sightings.left
+        changes = (("joined", members - before), ("left", lost & left), ("away", lost - left))
+        why = "; ".join(
+            f"{what}: {', '.join(addresses[host] for host in sorted(hosts))}"
+            for what, hosts in changes
+            if hosts
+        )
+        workers, workers_before = (len(hosts - self._rules.servers) for hosts in (members, before))
+        write_resize(self.membership.model_dir, Resize(workers, workers_before, why))
+
     def _cluster_of(self, hosts: Sequence[int]) -> Cluster:
-        """The cluster in which `hosts` are the workers, as the task of this host sees it."""
-        workers = {rank: self.membership.addresses[host] for rank, host in enumerate(hosts)}
-        task = Task("worker", hosts.index(self._own))
-        return Cluster({"worker": workers}, task, self._generation)
+        """The cluster of the tasks of `hosts`, in ascending order, as that of this host sees it.
+
+        Workers are numbered anew in each group; the hosts of ps tasks come last.
+        """
+        jobs: dict[str, dict[int, str]] = {"worker": {}, "ps": {}}
+        own = Task("worker", 0)
+        for host in hosts:
+            job = jobs["worker" if host < self._num_workers else "ps"]
+            if host == self._own:
+                own = Task("worker" if job is jobs["worker"] else "ps", len(job))
+            job[len(job)] = self.membership.addresses[host]
+        return Cluster(jobs, own, self._generation)
 
 
 def run_elastic(supervisor: Supervisor, policy: ElasticPolicy) -> LaunchReport:

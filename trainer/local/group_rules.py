@@ -14,6 +14,8 @@ that grows with each change. Before the first change the group has all hosts.
 | a member is away for `rejoin_secs` | without it, with all hosts that ask to join |
 | all members are away for `rejoin_secs` | the hosts that ask to join |
 | fewer than `min_workers` would be left | no change |
+| under ps: the launcher of a worker has ended itself | at once without it |
+| under ps: a host with a ps is away | the others wait for it |
 
 A host is ready to join when a checkpoint was completed since it asked, or if the group did not
 train when it asked. Hosts that do not reach each other cannot train together: of two parts the
@@ -60,10 +62,14 @@ class Snapshot(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """`--min_workers` and `--rejoin_secs`."""
+    """`--min_workers` and `--rejoin_secs`; under ps also the hosts with a ps task.
+
+    The group always has the hosts of `servers`, which are no workers: it waits for them.
+    """
 
     min_workers: int
     rejoin_secs: float
+    servers: frozenset[int] = frozenset()
 
 
 class Sightings:
@@ -76,6 +82,7 @@ class Sightings:
         away_secs: For each member, how long it has not been in `core`.
         waiting: The present hosts that are not in the group.
         ready: The waiting hosts that may join without another reason for a change.
+        left: The hosts whose launchers have ended themselves since the first snapshot.
         is_done: True if a launcher has ended with 0 since the first snapshot: the run is complete.
     """
 
@@ -90,6 +97,7 @@ class Sightings:
         self._last_time: float | None = None
         self._last_seen: dict[int, tuple[str, int]] = {}
         self._silent_secs: dict[int, float] = {}
+        self._have_run: frozenset[int] = frozenset()
         self._asked_at: dict[int, int] = {}  # The saved step when a host asked to join.
         self._links: frozenset[tuple[int, int]] = frozenset()
         self.present: frozenset[int] = frozenset()
@@ -98,6 +106,7 @@ class Sightings:
         self.away_secs: dict[int, float] = {}
         self.waiting: frozenset[int] = frozenset()
         self.ready: frozenset[int] = frozenset()
+        self.left: frozenset[int] = frozenset()
         self.is_done = False
 
     def update(self, snapshot: Snapshot, group: Group) -> None:
@@ -117,6 +126,12 @@ class Sightings:
                 self._last_seen[host] = record[:2]
         self._silent_secs[self.own] = 0.0
         running = frozenset(h for h, s in self._silent_secs.items() if s < SILENT_SECS)
+        self._have_run |= running
+        self.left = frozenset(
+            host
+            for host, record in snapshot.records.items()
+            if host in self._have_run - running and record.ended is not None
+        )
         self.others = frozenset(
             host
             for host, record in snapshot.records.items()
@@ -160,6 +175,8 @@ class Sightings:
 def next_members(group: Group, sightings: Sightings, rules: Rules) -> frozenset[int] | None:
     """Returns the members of the next group if this launcher must propose one, else None."""
     kept = frozenset(h for h, secs in sightings.away_secs.items() if secs < rules.rejoin_secs)
+    if rules.servers:
+        kept = (kept - sightings.left) | rules.servers
     is_complete = kept == group.members
     if is_complete and sightings.core != group.members:
         return None
@@ -169,7 +186,7 @@ def next_members(group: Group, sightings: Sightings, rules: Rules) -> frozenset[
     has_say = sightings.own in group.members or not group.members & sightings.present
     if sightings.own not in able or not has_say:
         return None
-    if members == group.members or len(members) < rules.min_workers:
+    if members == group.members or len(members - rules.servers) < rules.min_workers:
         return None
     return members
 

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 from data.system.cores import cpu_groups, num_cores
 from data.system.files import absolute, is_url
@@ -25,6 +26,7 @@ from trainer.flags.checks import (
     check_isolation,
     check_sizes,
     metrics_listener,
+    num_to_aggregate,
     read_shared_settings,
     serves,
 )
@@ -39,9 +41,11 @@ from trainer.hooks.tracker_names import reached_over_network
 from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.fork_server import ForkServer
 from trainer.local.group_rules import Rules
+from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
 from trainer.local.policy import FixedPolicy
+from trainer.local.resizing import ResizingPolicy, WantedWorkers, run_resizing
 from trainer.local.restarts import Restarts
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
@@ -72,7 +76,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
         if exit_code != READY:
             return exit_code
-        task_argv, namespace = _task_argv(model_dir), None
+        task_argv, namespace = _task_argv(model_dir, recipe, workers), None
         if strategy != "mirrored":
             task_argv.append(f"--num_threads={num_threads}")
             namespace = _namespace(recipe, model_dir)
@@ -86,12 +90,12 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         starter = TaskStarter(
             task_argv, cores=cores, namespace=namespace, fork_server=forks, listener=listener
         )
-        supervisor = _supervisor(FixedPolicy(cluster, cluster.tasks()), starter, model_dir)
+        run = _runner(cluster, starter, model_dir)
         if is_default_dir():
             point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
         stack.enter_context(view(model_dir))
-        exit_code = supervisor.run().exit_code
+        exit_code = run().exit_code
     if not flags.QUIET.value:
         print_next(exit_code, model_dir)
     return exit_code
@@ -103,16 +107,20 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
     model_dir = model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
         forks = _forks(model_dir, stack)
-        if not serves(cluster):  # Otherwise the chief has the config.
+        # A server gets the config from the chief. Of an elastic cluster it may be the next chief.
+        if not serves(cluster) or flags.MIN_WORKERS.present:
             exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
             if exit_code != READY:
                 return exit_code
-        starter, label = TaskStarter(_task_argv(model_dir), fork_server=forks), _label_of(cluster)
+        argv, label = _task_argv(model_dir, recipe, num_workers(cluster)), _label_of(cluster)
+        starter = TaskStarter(argv, fork_server=forks)
         if flags.MIN_WORKERS.present:
-            addresses = list(cluster.jobs["worker"].values())
+            addresses = [cluster.address_of(task) for task in cluster.trainers]  # Workers, then ps.
+            servers = frozenset(range(cluster.num("worker"), len(addresses)))
+            own = cluster.trainers.index(cluster.task)
             policy = ElasticPolicy(
-                Membership(directory_of_logs(model_dir).parent, addresses, cluster.task.index),
-                Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
+                Membership(directory_of_logs(model_dir).parent, addresses, own),
+                Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value, servers),
                 # The code, the config and the flags that must be equal on all hosts of a run.
                 identity=str(as_number({**software(), **read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
@@ -127,8 +135,22 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
     return exit_code
 
 
-def _task_argv(model_dir: str) -> list[str]:
-    return [*sys.argv[1:], f"--model_dir={absolute(model_dir)}"]
+def _task_argv(model_dir: str, recipe: Recipe, workers: int) -> list[str]:
+    argv = [*sys.argv[1:], f"--model_dir={absolute(model_dir)}"]
+    if flags.MIN_WORKERS.present and (summed := num_to_aggregate(recipe, workers)):
+        # A step has the same sub-batches with any number of workers.
+        argv.append(f"--replicas_to_aggregate={summed}")
+    return argv
+
+
+def _runner(cluster: Cluster, starter: TaskStarter, model_dir: str) -> Callable[[], LaunchReport]:
+    """Returns a function that runs the cluster on this machine to its end."""
+    if not flags.MIN_WORKERS.present:
+        return _supervisor(FixedPolicy(cluster, cluster.tasks()), starter, model_dir).run
+    run_dir = directory_of_logs(model_dir).parent
+    least, most = flags.MIN_WORKERS.value, cluster.num("worker")
+    policy = ResizingPolicy(cluster, WantedWorkers(run_dir, least=least, most=most))
+    return partial(run_resizing, _supervisor(policy, starter, model_dir), policy)
 
 
 def _supervisor(
@@ -217,7 +239,8 @@ def _checked_and_locked(
     """
     exit_code = _run_check_before_launch(model_dir, recipe, forks, cluster)
     # With --min_workers the groups of hosts agree which host has the chief.
-    if exit_code != READY or not cluster.is_chief or flags.MIN_WORKERS.present:
+    is_elastic = flags.MIN_WORKERS.present and flags.HOST_LIST.value is not None
+    if exit_code != READY or not cluster.is_chief or is_elastic:
         yield exit_code
         return
     wait_secs = run_lock.longest_wait_secs(flags.GRACE_SECS.value)

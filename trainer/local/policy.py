@@ -4,7 +4,8 @@
     report = Supervisor(policy, starter, model_dir, restarts).run()
 
 `FixedPolicy` is for a cluster that stays the same, `ElasticPolicy` (elastic.py) for hosts that come
-and go. The supervisor calls all methods in the main thread.
+and go, `ResizingPolicy` (resizing.py) for a local cluster with a changing number of workers. The
+supervisor calls all methods in the main thread.
 """
 
 import enum
@@ -47,7 +48,7 @@ class FixedPolicy:
         """Returns the tasks of `clusters` to start when `tasks` are due to start."""
         return tasks
 
-    def on_exit(self, exit_code: int, activity: Activity) -> Step | None:
+    def on_exit(self, task: Task, exit_code: int, activity: Activity) -> Step | None:
         """Returns the step after the end of a task; None if deaths.py must decide."""
         return None
 

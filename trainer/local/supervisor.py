@@ -147,7 +147,9 @@ class Supervisor:
                 self._start(self.policy.to_start(self.policy.clusters))
             case Step.STOP_TOGETHER | Step.SAVE_AND_END:
                 is_together = step is Step.STOP_TOGETHER
-                self._end(self._running, 0, signal.SIGTERM if is_together else signal.SIGUSR1)
+                # The chief of ps ends its servers itself.
+                asked = self._running if self.host else self._trainers()
+                self._end(asked, 0, signal.SIGTERM if is_together else signal.SIGUSR1)
                 self._end(self._running, self.grace_secs + _LATE_SECS, signal.SIGKILL)
             case Step.DONE:
                 self._forget_plans()
@@ -213,7 +215,10 @@ class Supervisor:
         )
         overdue = f"did not save and end within {self.grace_secs:g} s after SIGTERM"
         # On a host of its own a server asks its chief to stop.
-        self._end(self._running if self.host else self._trainers(), 0, signal.SIGTERM)
+        # Not a task that was asked already, for another group: a second SIGTERM ends it at once.
+        tasks = self._running if self.host else self._trainers()
+        asked = [task for task in tasks if self._running[task].end_reason is None]
+        self._end(asked, 0, signal.SIGTERM)
         patience = self.grace_secs + _LATE_SECS
         self._end(self._trainers(), patience, signal.SIGKILL, overdue)
         self._end_stateless(self._servers(), patience)
@@ -224,7 +229,7 @@ class Supervisor:
         code = process.reap()
         if forks := self.starter.fork_server:
             forks.reap_orphans({other.pid for other in self._running.values()})
-        step = self.policy.on_exit(code, self._activity())
+        step = self.policy.on_exit(task, code, self._activity())
         if step is not None:
             self._do(step)
             return

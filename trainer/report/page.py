@@ -110,6 +110,8 @@ def _run_page(run: RunSeries, pending: Pending) -> dict[str, Any]:
         "worker_rows": _worker_rows(run),
         "restarts": restarts[-_MOST_RESTARTS:],
         "num_restarts": len(restarts),
+        "resizes": (resizes := run.resizes())[-_MOST_RESTARTS:],
+        "num_resizes": len(resizes),
     }
     found = pending()  # Last: all above is made while the model runs in another process.
     if isinstance(found, str):

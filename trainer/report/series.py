@@ -18,6 +18,7 @@ import numpy.typing as npt
 from data.system.files import exists, join
 from trainer.report.drawing import Points
 from trainer.run_files import (
+    FAILURES,
     NO_METRICS,
     RESTARTS,
     Document,
@@ -180,6 +181,15 @@ class RunSeries:
         """The lines of restarts.jsonl."""
         for directory in (str(directory_of_logs(self.model_dir)), RunFiles(self.model_dir).tasks):
             if found := list(json_objects(join(directory, RESTARTS))):
+                return found
+        return []
+
+    def resizes(self) -> list[Document]:
+        """The lines of failures.jsonl with a new number of workers."""
+        local = str(directory_of_logs(self.model_dir).parent)
+        for directory in (local, self.model_dir):
+            lines = json_objects(join(directory, FAILURES))
+            if found := [line for line in lines if "workers_before" in line]:
                 return found
         return []
 

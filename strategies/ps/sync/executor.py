@@ -15,9 +15,10 @@ the gradients are added in a fixed order, so a run is repeatable with any number
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -67,14 +68,20 @@ class SynchronousExecutor(ParameterServerExecutor):
         replicas_to_aggregate: int,
         transfer: Transfer = AS_COMPUTED,
     ) -> None:
-        """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
+        """A step is the first `replicas_to_aggregate` gradients.
+
+        With fewer workers than that, each computes several sub-batches of a step, one at a time.
+        """
         super().__init__(strategy, cluster, transfer)
         self.replicas_per_step = self._num_sub_batches = replicas_to_aggregate
-        self._num_slots = self._num_gradient_buffers = self.num_replicas
+        self._num_slots = max(self.num_replicas, replicas_to_aggregate)
+        self._num_gradient_buffers = self._num_slots
+        self._shares_workers = self.num_replicas < self._num_slots
+        self._next_slot = 0  # The worker slot whose loop begins next, if slots share workers.
         self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
         self._next_attempt = 0
         # Workers that were seen since some were found missing; None while no worker is missing.
-        self._seen_workers: set[int] | None = None
+        self._seen_workers: set[int] | None = set() if self._shares_workers else None
 
     @property
     @override
@@ -167,7 +174,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         with losses_explained():
             totals = aggregator.result()
         seconds = time.monotonic() - started
-        if self._seen_workers is None:
+        if self._seen_workers is None or self._shares_workers:
             self._secs_per_round = seconds / num_steps
         self.stopping = self.stop_requested
         return self._learner.to_metrics(totals), seconds
@@ -228,9 +235,8 @@ class SynchronousExecutor(ParameterServerExecutor):
         old = set(self._loops.running)
         done: set[int] = set()  # Slots whose loop of this call ended with the last round.
         while not aggregator.done():
-            for slot in range(self._num_slots):
-                if slot not in self._loops.running and slot not in done:
-                    self._begin_loop(slot, plan, num_rounds)
+            for slot in self._slots_to_begin(done):
+                self._begin_loop(slot, plan, num_rounds)
             patience = max(_PATIENCE_SECS, 4 * self._secs_per_round)
             self._loops.wait_for_any(aggregator, progressed + patience - time.monotonic())
             ended = self._loops.take_ended()
@@ -247,6 +253,21 @@ class SynchronousExecutor(ParameterServerExecutor):
                         self._buffers.tell(Kind.NUDGE, self._num_sub_batches)
                         done.clear()  # The last round may have to be repeated.
                 progressed, step = time.monotonic(), latest
+
+    def _slots_to_begin(self, done: Collection[int]) -> list[int]:
+        """The worker slots whose loops begin now; `done` need none any more.
+
+        If slots share workers, loops begin in turn. In another order a loop that waits for the next
+        round could hold the only worker before the last sub-batch of this round is computed.
+        """
+        slots = [(self._next_slot + i) % self._num_slots for i in range(self._num_slots)]
+        needed = [slot for slot in slots if slot not in done]
+        if not self._shares_workers:
+            return [slot for slot in needed if slot not in self._loops.running]
+        found = list(itertools.takewhile(lambda slot: slot not in self._loops.running, needed))
+        if found:
+            self._next_slot = (found[-1] + 1) % self._num_slots
+        return found
 
     def _begin_loop(self, slot: int, plan: tuple[Tensor, Tensor, Tensor], num_rounds: int) -> None:
         # If the call began while workers were missing, each assignment is the last of its loop.
