@@ -1,5 +1,6 @@
 """Tables on many parameter servers: the weights of one process, also after another topology."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,27 @@ def test_tables_are_those_of_one_process_before_and_after_another_topology(
     if second is ONE_AND_TWO:
         unique = ours["table_unique_share"]["all"] * 40 * 8
         assert ours["table_bytes_per_step"]["all"] == round(unique * 2 * (8 + 4 * 8))
+
+
+def test_workers_share_rows_on_their_cpus_while_another_device_computes(
+    alone: Run, digits: Path, tmp_path: Path
+) -> None:
+    """A second logical CPU of each worker stands in for a GPU."""
+    config = "--config=tests/cluster/configs/tables_beside_gpus.py"
+    flags = (config, *CHANGES_ONLY, f"--data_dir={digits}", "--log_device_placement")
+    run = train(TOPOLOGIES["multiworker-2"], tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
+    assert_equal(run, alone)
+    placement = (run.model_dir / "tasks" / "worker-1.placement.txt").read_text()
+    found = re.findall(r"^\S*while\S*: \((\w+)\): \S*device:CPU:(\d)$", placement, re.M)
+    devices: dict[str, set[str]] = {}
+    for op, device in found:
+        devices.setdefault(op, set()).add(device)
+    assert devices["MatMul"] == devices["SparseSoftmaxCrossEntropyWithLogits"] == {"1"}
+    for op in ("ResourceGather", "LookupTableInsertV2", "ResourceSparseApplyAdagradV2"):
+        assert devices[op] == {"0"}, op
+    # The gradients of the dense variables, and the rows of each of three tables.
+    gathers = [device for op, device in found if op == "CollectiveGatherV2"]
+    assert sorted(gathers) == ["0"] * 6 + ["1"]
 
 
 def test_asynchronous_workers_may_bring_the_same_new_ids(

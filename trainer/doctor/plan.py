@@ -251,6 +251,7 @@ def _plan(
     is_asynchronous = bool(num_ps) and not settings.num_gradient_buffers
     replica_examples = config.batch_size if is_asynchronous else config.batch_size // num_replicas
     variable_bytes = sum(group.num_bytes for group in found.groups)
+    table_bytes = sum(group.num_bytes for group in found.groups if group.is_table)
     gradient_bytes = sum(group.gradient_bytes for group in found.groups)
     batch_bytes = replica_examples * example_bytes
     plan: Json = {
@@ -285,7 +286,8 @@ def _plan(
     def memory_bytes(task: Task) -> int:
         """The bytes without activations, whose size only a step knows."""
         if not num_ps:
-            return int(own_replicas * (variable_bytes + worker_bytes))
+            # The replicas of a process share its tables.
+            return int(own_replicas * (variable_bytes - table_bytes + worker_bytes)) + table_bytes
         if task.job == "ps":
             return loads[task.index]
         # A worker of ps reads the variables; the chief copies all of them to save them.
