@@ -76,9 +76,9 @@ def test_tables_are_on_the_cpu_and_have_the_rows_of_a_run_without_gpus(
     topology: str, flag: str, gpu: dict[str, str], digits: Path, tmp_path: Path
 ) -> None:
     words = ("--config=tests/cluster/configs/tables.py", f"--data_dir={digits}", "--batch_size=60")
-    words = (*words, "--train_steps=20", "--config.export=False", "--log_device_placement")
-    run = train(TOPOLOGIES[topology], tmp_path / "run", *words, flag, env=gpu | EXACT)
-    alone = train(ONE, tmp_path / "alone", *words, "--num_gpus=0")
+    others = ("--train_steps=20", "--config.export=False", "--log_device_placement")
+    run = train(TOPOLOGIES[topology], tmp_path / "run", *words, *others, flag, env=gpu | EXACT)
+    alone = train(ONE, tmp_path / "alone", *words, *others, "--num_gpus=0")
     ours, theirs = run.variables(), alone.variables()
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
