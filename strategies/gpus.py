@@ -6,6 +6,7 @@
 All must be called before TensorFlow has initialised a device.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -144,6 +145,16 @@ def capability_note(found: tuple[int, int] | None, built: Sequence[str]) -> str:
             "which takes minutes. If XLA fails, type --config.jit_compile=False."
         )
     return ""
+
+
+def peak_bytes() -> dict[str, int]:
+    """The most memory that was in use so far on each GPU of this process, by its name: "GPU:0"."""
+    peaks = {}
+    for device in tf.config.list_logical_devices("GPU"):
+        with contextlib.suppress(ValueError):  # Of a worker, which the chief of ps sees, too.
+            peak = tf.config.experimental.get_memory_info(device.name)["peak"]
+            peaks[device.name.rpartition("device:")[2]] = int(peak)
+    return peaks
 
 
 def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:

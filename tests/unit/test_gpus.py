@@ -135,3 +135,17 @@ def test_unknown_free_memory_is_refused(command: str | None, nvidia_smi: Path) -
         nvidia_smi.chmod(0o700)
     with pytest.raises(DeviceError, match=r"(?s)--id=0,MIG-x .* does not print it .*--num_gpus=0"):
         gpus._free_mib(["0", "MIG-x"])
+
+
+def test_peaks_are_those_of_the_gpus_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = (f"/job:{job}/replica:0/task:0/device:GPU:0" for job in ("localhost", "worker"))
+
+    def memory_info(device: str) -> dict[str, int]:
+        if device == there:
+            raise ValueError("no device of this process")
+        return {"current": 1, "peak": 5}
+
+    devices = [tf.config.LogicalDevice(name, "GPU") for name in (here, there)]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: devices)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", memory_info)
+    assert gpus.peak_bytes() == {"GPU:0": 5}
