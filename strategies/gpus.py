@@ -42,10 +42,28 @@ def choose_gpus(
     the last GPU. A list in CUDA_VISIBLE_DEVICES is this task's own, unless other tasks have the
     same: those of a local cluster (`is_launched`), or of Slurm if it has not chosen for each task.
     """
+    visible, chosen = visible_gpus(env), _chosen(cluster, is_launched, env)
+    if chosen is not None and chosen != visible:
+        env[_VISIBLE] = ",".join(chosen)
+        log.info("CUDA_VISIBLE_DEVICES=%s, of %s.", env[_VISIBLE], ",".join(visible))
+
+
+def gpus_of_host(
+    cluster: Cluster, *, is_launched: bool = False, env: Mapping[str, str] = os.environ
+) -> dict[str, list[str]]:
+    """The GPUs that `choose_gpus` gives to each task of this host that computes, by its name."""
+    own = host_of(cluster.address)
+    here = (task for task in cluster.tasks() if host_of(cluster.address_of(task)) == own)
+    found = {str(task): _chosen(cluster.for_task(task), is_launched, env) for task in here}
+    return {name: gpus for name, gpus in found.items() if gpus}
+
+
+def _chosen(cluster: Cluster, is_launched: bool, env: Mapping[str, str]) -> list[str] | None:
+    """The GPUs of this task; None if it does not compute."""
     is_ps = "ps" in cluster.jobs
     if is_ps and cluster.task.job not in ("worker", "evaluator"):
-        return
-    visible = _visible(env)
+        return None
+    visible = visible_gpus(env)
     is_local = is_launched and cluster.num_hosts == 1
     is_of_slurm = "SLURM_PROCID" in env and not _has_slurm_chosen(env)
     chosen = visible
@@ -60,11 +78,7 @@ def choose_gpus(
         neighbours = [task for task, host in hosts.items() if host == hosts[cluster.task]]
         (_, most), *_ = Counter(hosts.values()).most_common(1)
         chosen = share_of(visible, neighbours.index(cluster.task), most)
-    if is_ps:
-        chosen = chosen[:1]
-    if chosen != visible:
-        env[_VISIBLE] = ",".join(chosen)
-        log.info("CUDA_VISIBLE_DEVICES=%s, of %s.", env[_VISIBLE], ",".join(visible))
+    return chosen[:1] if is_ps else chosen
 
 
 def _has_slurm_chosen(env: Mapping[str, str]) -> bool:
@@ -84,7 +98,7 @@ def share_of(gpus: list[str], place: int, num_places: int) -> list[str]:
     return gpus[place * each : (place + 1) * each]
 
 
-def _visible(env: Mapping[str, str]) -> list[str]:
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
     """The names of the GPUs that this process may use, as CUDA numbers them."""
     if (listed := env.get(_VISIBLE)) is not None:
         names = [name.strip() for name in listed.split(",")]
@@ -179,7 +193,7 @@ def _divide_gpus(num_replicas: int) -> None:
     gpus = tf.config.get_visible_devices("GPU")
     if any(map(tf.config.get_logical_device_configuration, gpus)):
         return  # An earlier run in this process has divided them.
-    limits = memory_limits(_free_mib(_visible(os.environ)[: len(gpus)]), num_replicas)
+    limits = memory_limits(_free_mib(visible_gpus(os.environ)[: len(gpus)]), num_replicas)
     for gpu, of_gpu in zip(gpus, limits, strict=True):
         logical = [tf.config.LogicalDeviceConfiguration(memory_limit=mib) for mib in of_gpu]
         tf.config.set_logical_device_configuration(gpu, logical)

@@ -66,6 +66,22 @@ def test_tasks_of_a_host_divide_its_gpus(
     assert env == {**others, "CUDA_VISIBLE_DEVICES": chosen}
 
 
+@pytest.mark.parametrize(
+    ("jobs", "listed", "gpus_of"),
+    [
+        (LOCAL, "4,5,6", {"worker 0": ["4"], "worker 1": ["5"], "worker 2": ["6"]}),
+        (LOCAL, "-1", {}),
+        (PS, "0,1,2", {"worker 0": ["0"], "worker 1": ["1"]}),
+    ],
+)
+def test_check_tells_the_gpus_of_each_task_of_this_host(
+    jobs: dict[str, dict[int, str]], listed: str, gpus_of: dict[str, list[str]]
+) -> None:
+    env = {**OF_SLURM, "CUDA_VISIBLE_DEVICES": listed}
+    cluster = Cluster(jobs, Task("worker", 0))
+    assert gpus.gpus_of_host(cluster, is_launched=jobs is LOCAL, env=env) == gpus_of
+
+
 @pytest.mark.parametrize("communication", ["auto", "nccl"])
 def test_type_that_nccl_does_not_sum_is_refused(communication: str) -> None:
     for dtype in ("float32", "float16"):
