@@ -129,14 +129,23 @@ def use_gpus(num_gpus: int | None) -> int:
             )
         gpus = gpus[:num_gpus]
         tf.config.set_visible_devices(gpus, "GPU")
-    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
     for gpu in gpus:
         if not tf.config.get_logical_device_configuration(gpu):
             tf.config.experimental.set_memory_growth(gpu, True)
+    for note in capability_notes(gpus):
+        log.warning("%s", note)
+    return len(gpus)
+
+
+def capability_notes(gpus: Sequence[tf.config.PhysicalDevice]) -> list[str]:
+    """What the user should know of `gpus`, each with its name."""
+    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
+    notes = []
+    for gpu in gpus:
         details = tf.config.experimental.get_device_details(gpu)
         if note := capability_note(details.get("compute_capability"), built):
-            log.warning("%s (%s) %s", gpu.name, details.get("device_name", "unknown"), note)
-    return len(gpus)
+            notes.append(f"{gpu.name} ({details.get('device_name', 'unknown')}) {note}")
+    return notes
 
 
 def capability_note(found: tuple[int, int] | None, built: Sequence[str]) -> str:

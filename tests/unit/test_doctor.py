@@ -402,8 +402,10 @@ def test_time_of_a_sum_is_that_of_the_measured_network(
     assert said in text(reports, CLUSTER, [], measured)
 
 
-def test_gpus_of_a_task_are_named() -> None:
+def test_gpus_of_a_task_are_named_and_those_that_tensorflow_does_not_know() -> None:
     reports = healthy()
-    reports["worker 1"]["plan"] |= {"gpus": 2, "gpu_names": ["2", "3"]}
+    note = "/physical_device:GPU:0 (B200) has compute capability 10.0, which is newer"
+    reports["worker 1"]["plan"] |= {"gpus": 2, "gpu_names": ["2", "3"], "gpu_notes": [note]}
     lines = _tasks(reports, CLUSTER)
     assert [line.split()[1] for line in lines if "2 (2,3)" in line] == ["1"], lines
+    assert f"worker 1: {note}" in lines

@@ -112,6 +112,18 @@ def test_gpu_that_this_tensorflow_does_not_know_is_named(
     assert bool(note) == bool(said)
 
 
+def test_note_of_a_gpu_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"GPU:0": (9, 0), "GPU:1": (10, 0)}
+    monkeypatch.setattr(
+        tf.config.experimental,
+        "get_device_details",
+        lambda gpu: {"device_name": "B200", "compute_capability": found[gpu.name]},
+    )
+    devices = [tf.config.PhysicalDevice(name, "GPU") for name in found]
+    (note,) = gpus.capability_notes(devices)
+    assert note.startswith("GPU:1 (B200) has compute capability 10.0, which is newer")
+
+
 @pytest.mark.parametrize(
     ("free_mib", "num_replicas", "limits"),
     [

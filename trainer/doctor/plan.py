@@ -206,13 +206,12 @@ def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) 
     import_tensorflow()
     import tensorflow as tf
 
-    from strategies.gpus import choose_gpus, visible_gpus
+    from strategies.gpus import capability_notes, choose_gpus, visible_gpus
 
     choose_gpus(cluster)
-    num_gpus = len(tf.config.list_physical_devices("GPU"))
-    most = num_gpus if settings.num_gpus is None else settings.num_gpus
-    made: Json = {"gpus": min(num_gpus, most)}
-    made["gpu_names"] = visible_gpus(os.environ)[: made["gpus"]]
+    gpus = tf.config.list_physical_devices("GPU")[: settings.num_gpus]
+    made: Json = {"gpus": len(gpus), "gpu_notes": capability_notes(gpus)}
+    made["gpu_names"] = visible_gpus(os.environ)[: len(gpus)]
     if not settings.makes_plan:
         return made
     try:

@@ -90,7 +90,12 @@ def _tasks(reports: Mapping[str, Json], cluster: Cluster) -> list[str]:
             ]
         )
     legend = "needs: memory, without activations and TensorFlow itself (about 0.5 GiB)"
-    return [*_aligned(rows), f"{legend}; *: this task"]
+    notes = [
+        f"{name}: {note}"
+        for name, report in reports.items()
+        for note in report["plan"].get("gpu_notes", ())
+    ]
+    return [*_aligned(rows), f"{legend}; *: this task", *notes]
 
 
 def _gpus(plan: Json) -> str:
