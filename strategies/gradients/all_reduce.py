@@ -54,8 +54,11 @@ def all_reduced(
         bucket = [gradients[index] for index in indices]
         vectors = [tf.reshape(gradient, [-1]) for gradient in bucket]
         vector = vectors[0] if len(vectors) == 1 else tf.concat(vectors, axis=0)
+        dtype = vector.dtype
+        if dtype == tf.bfloat16 and not cpu_of_worker(context.strategy):
+            vector = tf.cast(vector, tf.float32)  # NCCL does not sum bfloat16 in TensorFlow 2.21.
         sent = compression.compress(vector, key=indices[0])
-        total = tf.cast(_all_reduced_vector(sent), vector.dtype)
+        total = tf.cast(_all_reduced_vector(sent), dtype)
         parts = tf.split(total, [tf.size(gradient) for gradient in bucket], num=len(bucket))
         for index, part in zip(indices, parts, strict=True):
             summed[index] = tf.reshape(part, tf.shape(gradients[index]))

@@ -41,6 +41,19 @@ def test_sums_over_a_network_have_threads_besides_those_that_compute(
     assert chosen.get("intra") == (num_threads or None)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_allows_deterministic_ops_only_and_full_float32(
+    deterministic: bool, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    experimental = tf.config.experimental
+    monkeypatch.setattr(experimental, "enable_op_determinism", lambda: calls.append("ops"))
+    monkeypatch.setattr(experimental, "enable_tensor_float_32_execution", calls.append)
+    recipe.config.deterministic = deterministic
+    configure_tensorflow(TaskSpec("mirrored", recipe, None, "unused"))
+    assert calls == (["ops", False] if deterministic else [])
+
+
 STUCK_IN_ABORT = """
 import sys, threading, time
 from types import SimpleNamespace as Standin
