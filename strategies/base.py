@@ -243,6 +243,7 @@ class Executor(abc.ABC):
             PositionError: `position` has open sub-batches, which this executor would leave out.
         """
         self._learner, self._evaluation = learner, evaluation
+        self._replica_examples = source.order.batch_size // self.replicas_per_step
         chosen = self._choose(recorded)
         self._prepare(source, position)
         return chosen
@@ -276,7 +277,8 @@ class Executor(abc.ABC):
             started, num_graphs = self.clock(), len(self._used_graphs)
             waited_before = self._input_secs
             self.stopwatch.switch("compute" if num_graphs else "graph")
-            with errors_explained(_SMALLER_STEP), self.changing(STEPS):
+            smaller = f"{_SMALLER_STEP}: now a replica has {self._replica_examples:,} examples"
+            with errors_explained(smaller), self.changing(STEPS):
                 more, seconds = self._run(size)
             if len(self._used_graphs) > num_graphs:  # The call compiled a graph.
                 self.stopwatch.relabel("graph")

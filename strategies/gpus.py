@@ -6,6 +6,7 @@
 All must be called before TensorFlow has initialised a device.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -41,10 +42,28 @@ def choose_gpus(
     the last GPU. A list in CUDA_VISIBLE_DEVICES is this task's own, unless other tasks have the
     same: those of a local cluster (`is_launched`), or of Slurm if it has not chosen for each task.
     """
+    visible, chosen = visible_gpus(env), _chosen(cluster, is_launched, env)
+    if chosen is not None and chosen != visible:
+        env[_VISIBLE] = ",".join(chosen)
+        log.info("CUDA_VISIBLE_DEVICES=%s, of %s.", env[_VISIBLE], ",".join(visible))
+
+
+def gpus_of_host(
+    cluster: Cluster, *, is_launched: bool = False, env: Mapping[str, str] = os.environ
+) -> dict[str, list[str]]:
+    """The GPUs that `choose_gpus` gives to each task of this host that computes, by its name."""
+    own = host_of(cluster.address)
+    here = (task for task in cluster.tasks() if host_of(cluster.address_of(task)) == own)
+    found = {str(task): _chosen(cluster.for_task(task), is_launched, env) for task in here}
+    return {name: gpus for name, gpus in found.items() if gpus}
+
+
+def _chosen(cluster: Cluster, is_launched: bool, env: Mapping[str, str]) -> list[str] | None:
+    """The GPUs of this task; None if it does not compute."""
     is_ps = "ps" in cluster.jobs
     if is_ps and cluster.task.job not in ("worker", "evaluator"):
-        return
-    visible = _visible(env)
+        return None
+    visible = visible_gpus(env)
     is_local = is_launched and cluster.num_hosts == 1
     is_of_slurm = "SLURM_PROCID" in env and not _has_slurm_chosen(env)
     chosen = visible
@@ -59,11 +78,7 @@ def choose_gpus(
         neighbours = [task for task, host in hosts.items() if host == hosts[cluster.task]]
         (_, most), *_ = Counter(hosts.values()).most_common(1)
         chosen = share_of(visible, neighbours.index(cluster.task), most)
-    if is_ps:
-        chosen = chosen[:1]
-    if chosen != visible:
-        env[_VISIBLE] = ",".join(chosen)
-        log.info("CUDA_VISIBLE_DEVICES=%s, of %s.", env[_VISIBLE], ",".join(visible))
+    return chosen[:1] if is_ps else chosen
 
 
 def _has_slurm_chosen(env: Mapping[str, str]) -> bool:
@@ -83,7 +98,7 @@ def share_of(gpus: list[str], place: int, num_places: int) -> list[str]:
     return gpus[place * each : (place + 1) * each]
 
 
-def _visible(env: Mapping[str, str]) -> list[str]:
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
     """The names of the GPUs that this process may use, as CUDA numbers them."""
     if (listed := env.get(_VISIBLE)) is not None:
         names = [name.strip() for name in listed.split(",")]
@@ -114,14 +129,23 @@ def use_gpus(num_gpus: int | None) -> int:
             )
         gpus = gpus[:num_gpus]
         tf.config.set_visible_devices(gpus, "GPU")
-    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
     for gpu in gpus:
         if not tf.config.get_logical_device_configuration(gpu):
             tf.config.experimental.set_memory_growth(gpu, True)
+    for note in capability_notes(gpus):
+        log.warning("%s", note)
+    return len(gpus)
+
+
+def capability_notes(gpus: Sequence[tf.config.PhysicalDevice]) -> list[str]:
+    """What the user should know of `gpus`, each with its name."""
+    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
+    notes = []
+    for gpu in gpus:
         details = tf.config.experimental.get_device_details(gpu)
         if note := capability_note(details.get("compute_capability"), built):
-            log.warning("%s (%s) %s", gpu.name, details.get("device_name", "unknown"), note)
-    return len(gpus)
+            notes.append(f"{gpu.name} ({details.get('device_name', 'unknown')}) {note}")
+    return notes
 
 
 def capability_note(found: tuple[int, int] | None, built: Sequence[str]) -> str:
@@ -146,6 +170,16 @@ def capability_note(found: tuple[int, int] | None, built: Sequence[str]) -> str:
     return ""
 
 
+def peak_bytes() -> dict[str, int]:
+    """The most memory that was in use so far on each GPU of this process, by its name: "GPU:0"."""
+    peaks = {}
+    for device in tf.config.list_logical_devices("GPU"):
+        with contextlib.suppress(ValueError):  # Of a worker, which the chief of ps sees, too.
+            peak = tf.config.experimental.get_memory_info(device.name)["peak"]
+            peaks[device.name.rpartition("device:")[2]] = int(peak)
+    return peaks
+
+
 def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
     """The devices of this process's replicas; 0 replicas means one for each GPU, or one CPU.
 
@@ -168,7 +202,7 @@ def _divide_gpus(num_replicas: int) -> None:
     gpus = tf.config.get_visible_devices("GPU")
     if any(map(tf.config.get_logical_device_configuration, gpus)):
         return  # An earlier run in this process has divided them.
-    limits = memory_limits(_free_mib(_visible(os.environ)[: len(gpus)]), num_replicas)
+    limits = memory_limits(_free_mib(visible_gpus(os.environ)[: len(gpus)]), num_replicas)
     for gpu, of_gpu in zip(gpus, limits, strict=True):
         logical = [tf.config.LogicalDeviceConfiguration(memory_limit=mib) for mib in of_gpu]
         tf.config.set_logical_device_configuration(gpu, logical)

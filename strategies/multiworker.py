@@ -30,7 +30,6 @@ from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
-from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
@@ -161,11 +160,6 @@ class MultiWorkerExecutor(MirroredExecutor):
         All workers use the chief's size: it decides in which order each element is summed.
         """
         learner = self._learner
-        if learner.num_dense < len(learner.variables) and not cpu_of_worker(self.strategy):
-            raise DeviceError(
-                "A ShardedEmbedding under multiworker needs one replica on the CPU of each worker, "
-                "because workers gather rows in their memory. Type --replicas=1 --num_gpus=0."
-            )
         if self._has_gpus:
             self._transfer.check_between_gpus()
         gradient_bytes = sum(map(num_bytes, learner.variables[: learner.num_dense]))

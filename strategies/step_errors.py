@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from data.system.errors import UsageError
+from strategies.gpus import peak_bytes
 
 # A full disk is a ResourceExhaustedError, too.
 _MEMORY = re.compile(r"OOM when allocating|out of memory|failed to allocate", re.IGNORECASE)
@@ -63,10 +64,6 @@ def _cause(message: str) -> str:
 
 
 def _peaks() -> str:
-    """The most memory that was in use on each GPU of this process."""
-    used = []
-    for device in tf.config.list_logical_devices("GPU"):
-        with contextlib.suppress(ValueError):  # Of a worker, which the chief of ps sees, too.
-            peak = tf.config.experimental.get_memory_info(device.name)["peak"]
-            used.append(f"{device.name.rpartition('device:')[2]} {peak / 2**30:.1f} GiB")
-    return f" (at most in use before: {', '.join(used)})" if used else ""
+    """The most memory that was in use on each GPU of this process, in words."""
+    used = ", ".join(f"{name} {peak / 2**30:.1f} GiB" for name, peak in peak_bytes().items())
+    return f" (at most in use before: {used})" if used else ""

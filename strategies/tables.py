@@ -5,8 +5,9 @@
             tf.Variable(...)                        # is placed on ps 0
 
 Part p of all tables is on parameter server p, with its optimizer slots. Without parameter servers
-a table has one part. A table without a fixed number of rows is split in the same way; its parts
-have rows in the order in which ids came, so their gradients have ids in place of row numbers.
+a table has one part, which is in the memory of the process, also if the replicas are GPUs: all
+replicas of a process share it. A table without a fixed number of rows is split in the same way; its
+parts have rows in the order in which ids came, so their gradients have ids in place of row numbers.
 Both are int64.
 """
 
@@ -16,8 +17,14 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import NamedTuple, TypeVar
 
+import tensorflow as tf
+
+from data.system.compat.variables_of_process import variable_of_process
+
 # Ids, and numbers of rows, are int64.
 ID_BYTES = 8
+# Strategies that make a copy of a variable for each replica.
+_WITH_COPIES = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
 
 Value = TypeVar("Value")
 
@@ -75,9 +82,23 @@ def rows_read_as(dtype: str) -> AbstractContextManager[None]:
     return _inside(_read_dtype, dtype)
 
 
-def making_part(number: int, shape: tuple[int, ...]) -> AbstractContextManager[None]:
-    """Variables that are made inside belong to part `number` of a table, which has `shape`."""
-    return _inside(_part, Part(number, shape))
+@contextlib.contextmanager
+def making_part(
+    number: int, shape: tuple[int, ...], beside: tf.Variable | None = None
+) -> Iterator[None]:
+    """Variables that are made inside belong to part `number` of a table, which has `shape`.
+
+    They are on a server, or on the CPU of this process. `beside` is a variable of the same part: an
+    optimizer slot is on its device.
+    """
+    strategy = tf.distribute.get_strategy()
+    scope: AbstractContextManager[object] = contextlib.nullcontext()
+    if isinstance(strategy, _WITH_COPIES):
+        scope = tf.variable_creator_scope(variable_of_process)
+    elif beside is not None:
+        scope = strategy.extended.colocate_vars_with(beside)
+    with _inside(_part, Part(number, shape)), tf.device("CPU:0"), scope:
+        yield
 
 
 @contextlib.contextmanager

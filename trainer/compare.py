@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT = 1
 # Values of reports that depend on the machine: rates and times.
-_NOT_COMPARED = ("step", "split", "seconds", "steps_per_sec", "examples_per_sec", "input_wait")
+_NOT_COMPARED = (
+    *("step", "split", "seconds", "steps_per_sec", "examples_per_sec", "input_wait"),
+    "gpu_peak_bytes",
+)
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 

@@ -68,6 +68,7 @@ NO_METRICS = (
     "steps_per_sec",
     "examples_per_sec",
     "input_wait",
+    "gpu_peak_bytes",
     "seconds",
     "examples_skipped",
     "records_skipped",

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from data.system.background import in_background
 from strategies.base import Executor
 from strategies.lost_peers import PeerLostError, loss_of
 from strategies.position import Position
@@ -140,9 +141,17 @@ def _supervised(
     peers = executor.peers
 
     def end_without_peer(message: str) -> None:
-        if outcome.exit_code is None and peers and peers.abandon(message):
-            log.error("%s.", message)
-            time.sleep(spec.grace_secs)  # The main thread saves and ends meanwhile.
+        if outcome.exit_code is None and peers:
+            ends_at = time.monotonic() + spec.grace_secs
+            # In the background: NCCL may not return from it.
+            abandoned = in_background(lambda: peers.abandon(message))
+            with contextlib.suppress(TimeoutError):
+                if not abandoned.result(spec.grace_secs):
+                    end_stalled(message)
+                log.error("%s.", message)
+                # The main thread saves and ends meanwhile.
+                time.sleep(max(0.0, ends_at - time.monotonic()))
+            message += "; the last complete step was not saved within --grace_secs"
         end_stalled(message)
 
     signals.on_stop(executor.request_stop, spec.grace_secs)

@@ -22,9 +22,10 @@ from strategies.gradients.compression import Compression
 # Two workers exchange vectors below this size. In training runs this makes 1.15 times as many
 # steps/s as the ring with 0.3 MB of gradients; with 10 MB the ring is faster (1.2 times).
 EXCHANGE_BYTES = 1 << 20
-# TensorFlow numbers its own groups from 1.
+# TensorFlow numbers its own groups from 1. All collectives of a group are on the same devices.
 _GROUP_KEY = 1 << 20
 _GROUP_KEY_OF_SUMS, _MOST_KEYS = _GROUP_KEY + 1, 16  # Of `summed_with_key`.
+_GROUP_KEY_OF_ROWS = _GROUP_KEY + 2  # On the first CPU of each worker.
 # Rows are gathered in multiples of this number; a table has this number of keys for them.
 _BLOCK_ROWS = 256
 _KEYS_OF_A_TABLE = 1 << 20
@@ -53,8 +54,11 @@ def all_reduced(
         bucket = [gradients[index] for index in indices]
         vectors = [tf.reshape(gradient, [-1]) for gradient in bucket]
         vector = vectors[0] if len(vectors) == 1 else tf.concat(vectors, axis=0)
+        dtype = vector.dtype
+        if dtype == tf.bfloat16 and not cpu_of_worker(context.strategy):
+            vector = tf.cast(vector, tf.float32)  # NCCL does not sum bfloat16 in TensorFlow 2.21.
         sent = compression.compress(vector, key=indices[0])
-        total = tf.cast(_all_reduced_vector(sent), vector.dtype)
+        total = tf.cast(_all_reduced_vector(sent), dtype)
         parts = tf.split(total, [tf.size(gradient) for gradient in bucket], num=len(bucket))
         for index, part in zip(indices, parts, strict=True):
             summed[index] = tf.reshape(part, tf.shape(gradients[index]))
@@ -128,39 +132,45 @@ def _exchanged(vector: Tensor) -> Tensor:
     """
     # CollectiveGatherV2 does not support bfloat16, but it does not use the values either.
     sent = tf.bitcast(vector, tf.float16) if vector.dtype == tf.bfloat16 else vector
-    both = _gathered(sent, 2, next(_instance_keys))
+    both = _gathered(sent, 2, _GROUP_KEY, next(_instance_keys))
     first, second = tf.split(tf.bitcast(both, vector.dtype), 2)
     return tf.ensure_shape(first + second, vector.shape)
 
 
 def _gathered_rows(gradient: tf.IndexedSlices, compression: Compression) -> tf.IndexedSlices:
-    """The rows of all replicas, in their order. They are compressed between CPUs of workers.
+    """The rows of all replicas, in their order. They are compressed between workers.
 
     Each replica may have another number of rows. TensorFlow's collectives refuse another number in
     each iteration of a loop.
     """
     context = tf.distribute.get_replica_context()
-    if device := cpu_of_worker(context.strategy):
-        with tf.device(device):
-            sent = compression.compress_rows(gradient)
-            rows = _rows_of_workers(sent, context.num_replicas_in_sync)
-            values = tf.cast(rows.values, gradient.dtype)
-            return tf.IndexedSlices(values, rows.indices, rows.dense_shape)
-    if gradient.indices.shape.is_fully_defined():
+    first, *others = context.strategy.extended.worker_devices
+    num_workers = context.num_replicas_in_sync // (1 + len(others))
+    is_fixed = gradient.indices.shape.is_fully_defined()
+    if is_fixed and not cpu_of_worker(context.strategy):
         return context.all_reduce("sum", gradient)
-    if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        raise NotImplementedError("the executor refuses tables on several replicas of a worker")
 
     def join(strategy: tf.distribute.Strategy, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         parts = [strategy.experimental_local_results(tensors) for tensors in (rows, ids)]
         return tf.concat(parts[0], axis=0), tf.concat(parts[1], axis=0)
 
-    rows, ids = context.merge_call(join, args=(gradient.values, gradient.indices))
-    return tf.IndexedSlices(rows, ids, gradient.dense_shape)
+    def join_workers(
+        strategy: tf.distribute.Strategy, rows: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # On the CPU, where tables are, also if the replicas are on GPUs.
+        cpu = tf.DeviceSpec.from_string(first).replace(device_type="CPU", device_index=0)
+        with tf.device(cpu.to_string()):
+            sent = compression.compress_rows(tf.IndexedSlices(*join(strategy, rows, ids)))
+            arrived = _rows_of_workers(sent, num_workers)
+            return tf.cast(arrived.values, gradient.dtype), arrived.indices
+
+    merge = join if num_workers == 1 else join_workers
+    joined = context.merge_call(merge, args=(gradient.values, gradient.indices))
+    return tf.IndexedSlices(*joined, gradient.dense_shape)
 
 
 def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.IndexedSlices:
-    """`_gathered_rows` of workers that have one replica each, on a CPU.
+    """The rows of all workers, in their order.
 
     First the numbers of rows are gathered. Then each worker sends as many rows as the worker with
     the most, rounded up, and this number is in the key of the collective: all uses of a key must
@@ -170,7 +180,7 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     rows, ids = gradient.values, gradient.indices
     if ids.dtype.size < rows.dtype.size:
         ids = tf.cast(ids, tf.int64)
-    numbers = _gathered(tf.shape(ids), num_workers, instance_key)
+    numbers = _gathered(tf.shape(ids), num_workers, _GROUP_KEY_OF_ROWS, instance_key)
     blocks = (tf.reduce_max(numbers) + _BLOCK_ROWS - 1) // _BLOCK_ROWS
     size = blocks * _BLOCK_ROWS
     missing = size - tf.size(ids)
@@ -183,19 +193,22 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     numbered = tf.concat(parts, axis=1)
     sent = tf.pad(numbered, [[0, missing], [0, 0]])
     key = (instance_key + 1) * _KEYS_OF_A_TABLE + blocks
-    arrived = tf.reshape(_gathered(sent, num_workers, key), [num_workers, size, words + width])
+    arrived = _gathered(sent, num_workers, _GROUP_KEY_OF_ROWS, key)
+    arrived = tf.reshape(arrived, [num_workers, size, words + width])
     present = tf.boolean_mask(arrived, tf.sequence_mask(numbers, size))
     found = tf.bitcast(present[:, 0] if words == 1 else present[:, :words], ids.dtype)
     values = tf.bitcast(present[:, words:], rows.dtype)
     return tf.IndexedSlices(values, found, gradient.dense_shape)
 
 
-def _gathered(tensor: Tensor, num_workers: int, instance_key: Tensor | int) -> Tensor:
+def _gathered(
+    tensor: Tensor, num_workers: int, group_key: int, instance_key: Tensor | int
+) -> Tensor:
     """`tensor`, [n, ...], of all workers: [workers * n, ...]."""
     return tf.raw_ops.CollectiveGatherV2(
         input=tensor,
         group_size=num_workers,
-        group_key=_GROUP_KEY,
+        group_key=group_key,
         instance_key=instance_key,
         ordering_token=[_token(next(_instance_keys))],
         communication_hint="ring",

@@ -1,5 +1,6 @@
 """Tables on many parameter servers: the weights of one process, also after another topology."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,8 @@ def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(TOPOLOGIES["mirrored-1"], model_dir, CONFIG, *CHANGES_ONLY, f"--data_dir={digits}")
 
 
-def assert_equal(run: Run, expected: Run) -> None:
-    left, right = run.variables(), expected.variables()
+def assert_equal(run: Run, expected: Run, checkpoint: str = "") -> None:
+    left, right = run.variables(checkpoint), expected.variables(checkpoint)
     assert left.keys() == right.keys()
     for name, value in left.items():
         assert value.shape == right[name].shape, name
@@ -73,6 +74,34 @@ def test_tables_are_those_of_one_process_before_and_after_another_topology(
     if second is ONE_AND_TWO:
         unique = ours["table_unique_share"]["all"] * 40 * 8
         assert ours["table_bytes_per_step"]["all"] == round(unique * 2 * (8 + 4 * 8))
+
+
+def test_workers_share_rows_on_their_cpus_while_another_device_computes(
+    alone: Run, digits: Path, tmp_path: Path
+) -> None:
+    """A second logical CPU of each worker stands in for a GPU."""
+    config = "--config=tests/cluster/configs/tables_beside_gpus.py"
+    flags = (config, *CHANGES_ONLY, f"--data_dir={digits}", "--config.export=False")
+    run = train(
+        TOPOLOGIES["multiworker-2"],
+        tmp_path / "run",
+        *flags,
+        "--train_steps=14",
+        "--log_device_placement",
+        timeout_secs=TIMEOUT_SECS,
+    )
+    assert_equal(run, alone, "step-00000014")
+    placement = (run.model_dir / "tasks" / "worker-1.placement.txt").read_text()
+    found = re.findall(r"^\S*while\S*: \((\w+)\): \S*device:CPU:(\d)$", placement, re.M)
+    devices: dict[str, set[str]] = {}
+    for op, device in found:
+        devices.setdefault(op, set()).add(device)
+    assert devices["MatMul"] == devices["SparseSoftmaxCrossEntropyWithLogits"] == {"1"}
+    for op in ("ResourceGather", "LookupTableInsertV2", "ResourceSparseApplyAdagradV2"):
+        assert devices[op] == {"0"}, op
+    # The gradients of the dense variables, and the rows of each of three tables.
+    gathers = [device for op, device in found if op == "CollectiveGatherV2"]
+    assert sorted(gathers) == ["0"] * 6 + ["1"]
 
 
 def test_asynchronous_workers_may_bring_the_same_new_ids(

@@ -4,6 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.prepare.preparing import prepare
@@ -15,6 +16,7 @@ IN_MEMORY = "--config.data.cache_bytes=1000000000"
 # TensorFloat-32 would round the inputs of products to 10 bits.
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 STEPS = 60
+OF_TABLES = ("ResourceGather", "ResourceSparse", "ResourceScatter", "LookupTable", "Unique")
 
 
 def flags(digits: Path, steps: int = STEPS) -> tuple[str, ...]:
@@ -59,6 +61,33 @@ def test_losses_are_those_of_one_process_on_the_gpu(
     run = train(TOPOLOGIES[topology], tmp_path / "run", *flags(digits), flag, env=gpu | EXACT)
     assert losses(run) == pytest.approx(losses(on_gpu), rel=5e-3)
     assert losses(run)[0] > 1.2 * losses(run)[2], "it has learned something"
+
+
+@pytest.mark.parametrize(
+    ("topology", "flag"),
+    [
+        ("mirrored-1", "--num_gpus=1"),
+        ("mirrored-2", "--num_gpus=1"),
+        ("multiworker-2", "--communication=ring"),
+        ("ps-sync-3+1", "--num_gpus=1"),
+    ],
+)
+def test_tables_are_on_the_cpu_and_have_the_rows_of_a_run_without_gpus(
+    topology: str, flag: str, gpu: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    words = ("--config=tests/cluster/configs/tables.py", f"--data_dir={digits}", "--batch_size=60")
+    others = ("--train_steps=20", "--config.export=False", "--log_device_placement")
+    run = train(TOPOLOGIES[topology], tmp_path / "run", *words, *others, flag, env=gpu | EXACT)
+    alone = train(ONE, tmp_path / "alone", *words, *others, "--num_gpus=0")
+    ours, theirs = run.variables(), alone.variables()
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if value.dtype.kind == "f":
+            np.testing.assert_allclose(ours[name], value, atol=1e-4, err_msg=name)
+    placed = "\n".join(path.read_text() for path in run.model_dir.rglob("*placement.txt"))
+    found = set(re.findall(r"^\S+: \((\w+)\): \S*device:([CG]PU):\d$", placed, re.M))
+    assert {device for op, device in found if op.startswith(OF_TABLES)} == {"CPU"}
+    assert ("MatMul", "GPU") in found
 
 
 def test_resnet_has_the_losses_of_the_cpu(gpu: dict[str, str], tmp_path: Path) -> None:

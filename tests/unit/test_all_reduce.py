@@ -54,6 +54,19 @@ def test_all_reduce_sums_what_each_replica_has_sent(dtype: str) -> None:
         assert 0 < np.abs(totals - exact).max() < bound
 
 
+def test_gradients_of_a_type_that_nccl_does_not_sum_are_summed_in_float32() -> None:
+    @tf.function
+    def summed() -> Any:
+        gradient = tf.constant([1 / 3, 1e-3], tf.bfloat16)
+        return replicas(2).run(lambda: all_reduced([gradient], Compression())[0])
+
+    first, _ = replicas(2).experimental_local_results(summed())
+    np.testing.assert_array_equal(first, tf.constant([2 / 3, 2e-3], tf.bfloat16))
+    operations = summed.get_concrete_function().graph.get_operations()
+    sums = [op for op in operations if op.type.startswith(("AddN", "CollectiveReduce"))]
+    assert {op.get_attr("T") for op in sums} == {tf.float32}
+
+
 def test_replicas_sum_each_bucket_while_the_backward_pass_continues() -> None:
     """With the bits of one vector, and each bucket after those whose gradients come first."""
     executor = MirroredExecutor.on(["CPU:0", "CPU:1"])

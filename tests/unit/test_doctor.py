@@ -26,7 +26,7 @@ from trainer.doctor.plan import (
     plan_in_child,
     shared_fault,
 )
-from trainer.doctor.table import text
+from trainer.doctor.table import _tasks, text
 
 ADDRESSES = {"worker 0": "a:2222", "worker 1": "b:2222", "worker 2": "c:2222"}
 JOBS = {"worker": dict(enumerate(ADDRESSES.values()))}
@@ -400,3 +400,12 @@ def test_time_of_a_sum_is_that_of_the_measured_network(
     measured: dict[str, Any] = {"workers": 3, "latency_ms": 0.2, "mb_per_sec": mb_per_sec}
     measured |= {"wrong_sums": [], "replicas": 3, "copies": []}
     assert said in text(reports, CLUSTER, [], measured)
+
+
+def test_gpus_of_a_task_are_named_and_those_that_tensorflow_does_not_know() -> None:
+    reports = healthy()
+    note = "/physical_device:GPU:0 (B200) has compute capability 10.0, which is newer"
+    reports["worker 1"]["plan"] |= {"gpus": 2, "gpu_names": ["2", "3"], "gpu_notes": [note]}
+    lines = _tasks(reports, CLUSTER)
+    assert [line.split()[1] for line in lines if "2 (2,3)" in line] == ["1"], lines
+    assert f"worker 1: {note}" in lines

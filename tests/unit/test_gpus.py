@@ -66,6 +66,22 @@ def test_tasks_of_a_host_divide_its_gpus(
     assert env == {**others, "CUDA_VISIBLE_DEVICES": chosen}
 
 
+@pytest.mark.parametrize(
+    ("jobs", "listed", "gpus_of"),
+    [
+        (LOCAL, "4,5,6", {"worker 0": ["4"], "worker 1": ["5"], "worker 2": ["6"]}),
+        (LOCAL, "-1", {}),
+        (PS, "0,1,2", {"worker 0": ["0"], "worker 1": ["1"]}),
+    ],
+)
+def test_check_tells_the_gpus_of_each_task_of_this_host(
+    jobs: dict[str, dict[int, str]], listed: str, gpus_of: dict[str, list[str]]
+) -> None:
+    env = {**OF_SLURM, "CUDA_VISIBLE_DEVICES": listed}
+    cluster = Cluster(jobs, Task("worker", 0))
+    assert gpus.gpus_of_host(cluster, is_launched=jobs is LOCAL, env=env) == gpus_of
+
+
 @pytest.mark.parametrize("communication", ["auto", "nccl"])
 def test_type_that_nccl_does_not_sum_is_refused(communication: str) -> None:
     for dtype in ("float32", "float16"):
@@ -94,6 +110,18 @@ def test_gpu_that_this_tensorflow_does_not_know_is_named(
     said = capability_note(found, [*built, "sm_90a", "unknown"])
     assert note in said
     assert bool(note) == bool(said)
+
+
+def test_note_of_a_gpu_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"GPU:0": (9, 0), "GPU:1": (10, 0)}
+    monkeypatch.setattr(
+        tf.config.experimental,
+        "get_device_details",
+        lambda gpu: {"device_name": "B200", "compute_capability": found[gpu.name]},
+    )
+    devices = [tf.config.PhysicalDevice(name, "GPU") for name in found]
+    (note,) = gpus.capability_notes(devices)
+    assert note.startswith("GPU:1 (B200) has compute capability 10.0, which is newer")
 
 
 @pytest.mark.parametrize(
@@ -135,3 +163,17 @@ def test_unknown_free_memory_is_refused(command: str | None, nvidia_smi: Path) -
         nvidia_smi.chmod(0o700)
     with pytest.raises(DeviceError, match=r"(?s)--id=0,MIG-x .* does not print it .*--num_gpus=0"):
         gpus._free_mib(["0", "MIG-x"])
+
+
+def test_peaks_are_those_of_the_gpus_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = (f"/job:{job}/replica:0/task:0/device:GPU:0" for job in ("localhost", "worker"))
+
+    def memory_info(device: str) -> dict[str, int]:
+        if device == there:
+            raise ValueError("no device of this process")
+        return {"current": 1, "peak": 5}
+
+    devices = [tf.config.LogicalDevice(name, "GPU") for name in (here, there)]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: devices)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", memory_info)
+    assert gpus.peak_bytes() == {"GPU:0": 5}

@@ -104,6 +104,17 @@ def test_report_is_of_the_steps_since_the_last_one_and_its_rate_is_of_steps_alon
     assert len({v["loss"] for v in values}) == 3
 
 
+def test_report_has_the_most_memory_of_a_gpu(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {"GPU:0": 5 << 30, "GPU:1": 6 << 30}
+    monkeypatch.setattr("trainer.hooks.report.peak_bytes", lambda: peaks)
+    recorded, order = Recorded(), toy.reader.order
+    parts = toy.executor, toy.learner, [recorded]
+    run(toy, [Report(*parts, every_steps=1, last_step=2, order=order)], 1)
+    peaks.clear()
+    run(toy, [Report(*parts, every_steps=1, last_step=2, order=order)], 2)
+    assert [v.get("gpu_peak_bytes") for _, _, v in recorded.reports] == [6 << 30, None]
+
+
 def test_evaluation_counts_each_example_once_and_keeps_the_best(
     split: Split, tmp_path: Path
 ) -> None:

@@ -210,6 +210,13 @@ def test_small_loss_has_digits(run: Path) -> None:
     assert any(re.match(r"accuracy +0\.0000 ", line) for line in lines), lines
 
 
+def test_most_memory_of_a_gpu_is_shown(run: Path) -> None:
+    assert "GPU" not in "\n".join(shown(training(run), 120, 24))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(report(300, {"gpu_peak_bytes": 13 << 29}))
+    assert "after 0:00:09  GPU 6.5 GiB at most" in "\n".join(shown(training(run), 120, 24))
+
+
 def test_goodput_so_far_is_shown(run: Path) -> None:
     assert "goodput 75%" not in "\n".join(shown(training(run), 80, 24))
     write_process(run, 7, 0.0, [steps(0, 200, start=10.0, compute=30.0)])

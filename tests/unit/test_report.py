@@ -102,6 +102,7 @@ def write_run(directory: Path, *, num_steps: int, every_steps: int, rate: float 
                 "examples": 10 * step,
                 "examples_per_sec": 1000.0 + step % 90,
                 "seconds": step / 100,
+                "gpu_peak_bytes": 3 << 29,
                 "worker_steps": own,
                 "staleness": {worker: {"0": step // 9, "1": step // 18} for worker in WORKERS},
             }
@@ -234,6 +235,8 @@ def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
         cells
     )
     assert "0 (done)" in cells
+    assert "1.5 GiB" in cells, "the most memory of a GPU"
+    assert "gpu_peak_bytes over steps" not in text, "it is no metric"
     assert "Not shown: --no_examples was given" in text
     for title in ("loss over steps", "loss over time", "accuracy over time", "mean staleness"):
         assert title in text

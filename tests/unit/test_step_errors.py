@@ -2,6 +2,7 @@ import pytest
 import tensorflow as tf
 
 from strategies.step_errors import OutOfMemoryError, memory_explained
+from tests.unit.toy import Toy
 
 # As Keras passes it on.
 MESSAGE = """Exception encountered when calling Tile.call().
@@ -24,3 +25,16 @@ def test_lack_of_memory_is_explained_in_one_line() -> None:
 def test_full_disk_is_no_lack_of_memory() -> None:
     with pytest.raises(tf.errors.ResourceExhaustedError), memory_explained("Lower --batch_size"):
         raise tf.errors.ResourceExhaustedError(None, None, "No space left on device")
+
+
+def test_lack_of_memory_in_a_step_names_what_was_used_and_what_a_replica_computes(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks_memory(num_steps: int) -> None:
+        raise tf.errors.ResourceExhaustedError(None, None, MESSAGE)
+
+    monkeypatch.setattr("strategies.step_errors.peak_bytes", lambda: {"GPU:0": 3 << 29})
+    monkeypatch.setattr(toy.executor, "_run", lacks_memory)
+    said = r"\(at most in use before: GPU:0 1\.5 GiB\).*micro_batches.*a replica has 8 examples"
+    with pytest.raises(OutOfMemoryError, match=said):
+        toy.executor.run(1)

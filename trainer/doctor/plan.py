@@ -172,12 +172,12 @@ def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) 
     import_tensorflow()
     import tensorflow as tf
 
-    from strategies.gpus import choose_gpus
+    from strategies.gpus import capability_notes, choose_gpus, visible_gpus
 
     choose_gpus(cluster)
-    num_gpus = len(tf.config.list_physical_devices("GPU"))
-    most = num_gpus if settings.num_gpus is None else settings.num_gpus
-    made: Json = {"gpus": min(num_gpus, most)}
+    gpus = tf.config.list_physical_devices("GPU")[: settings.num_gpus]
+    made: Json = {"gpus": len(gpus), "gpu_notes": capability_notes(gpus)}
+    made["gpu_names"] = visible_gpus(os.environ)[: len(gpus)]
     if not settings.makes_plan:
         return made
     try:
@@ -217,6 +217,7 @@ def _plan(
     is_asynchronous = bool(num_ps) and not settings.num_gradient_buffers
     replica_examples = config.batch_size if is_asynchronous else config.batch_size // num_replicas
     variable_bytes = sum(group.num_bytes for group in found.groups)
+    table_bytes = sum(group.num_bytes for group in found.groups if group.is_table)
     gradient_bytes = sum(group.gradient_bytes for group in found.groups)
     batch_bytes = replica_examples * example_bytes
     plan: Json = {
@@ -251,7 +252,8 @@ def _plan(
     def memory_bytes(task: Task) -> int:
         """The bytes without activations, whose size only a step knows."""
         if not num_ps:
-            return int(own_replicas * (variable_bytes + worker_bytes))
+            # The replicas of a process share its tables.
+            return int(own_replicas * (variable_bytes - table_bytes + worker_bytes)) + table_bytes
         if task.job == "ps":
             return loads[task.index]
         # A worker of ps reads the variables; the chief copies all of them to save them.

@@ -85,12 +85,23 @@ def _tasks(reports: Mapping[str, Json], cluster: Cluster) -> list[str]:
                 report["host"],
                 *map(_size, [needed.get(name), *free]),
                 str(report["cores"]),
-                str(report["plan"].get("gpus", "?")),
+                _gpus(report["plan"]),
                 report["versions"]["tensorflow"],
             ]
         )
     legend = "needs: memory, without activations and TensorFlow itself (about 0.5 GiB)"
-    return [*_aligned(rows), f"{legend}; *: this task"]
+    notes = [
+        f"{name}: {note}"
+        for name, report in reports.items()
+        for note in report["plan"].get("gpu_notes", ())
+    ]
+    return [*_aligned(rows), f"{legend}; *: this task", *notes]
+
+
+def _gpus(plan: Json) -> str:
+    """`2 (2,3)`: the number, and the names in CUDA_VISIBLE_DEVICES."""
+    names = f" ({','.join(plan['gpu_names'])})" if plan.get("gpu_names") else ""
+    return f"{plan.get('gpus', '?')}{names}"
 
 
 def _pairs(reports: Mapping[str, Json]) -> list[str]:

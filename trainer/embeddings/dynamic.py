@@ -28,7 +28,7 @@ from typing_extensions import override
 from data.system.compat.autograph import no_autograph
 from strategies.base import value_of
 from trainer.embeddings.base import IDS, Graph, Ids, Index, Table, values_of_parts
-from trainer.embeddings.dynamic_part import NUM_VALUES, Counts, DynamicPart, copies_of
+from trainer.embeddings.dynamic_part import NUM_VALUES, Counts, DynamicPart
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
@@ -142,7 +142,7 @@ class DynamicTable(Table):
 
     def counts(self) -> Counts:
         """The sums of all parts."""
-        counts = [value_of(copies_of(part.counts)[0]) for part in self.dynamic_parts]
+        counts = [value_of(part.counts) for part in self.dynamic_parts]
         return Counts(*np.sum(counts, axis=0).tolist())
 
     @override

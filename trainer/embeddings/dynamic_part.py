@@ -20,7 +20,7 @@ from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
 from trainer.embeddings.initial import initial_rows
-from trainer.embeddings.optimizers import Slots, after, capacity, gather_rows, handle_of
+from trainer.embeddings.optimizers import Slots, after, capacity, gather_rows
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
@@ -44,7 +44,7 @@ class Counts(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """The resources of one copy of a part."""
+    """The resources of a part."""
 
     ids: tf.Tensor  # The hash table.
     locks: list[tf.Tensor]
@@ -75,14 +75,11 @@ class DynamicPart:
                 name=f"{layer.name}/embeddings_{index}",
             )
         self.variables = {"rows": self.rows}
-        extended = tf.distribute.get_strategy().extended
-        with extended.colocate_vars_with(self.rows), making_part(index, (len(Counts._fields),)):
+        with making_part(index, (len(Counts._fields),), beside=self.rows):
             self.counts = tf.Variable(
                 tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
             )
-        self._indices = {
-            copy.handle.device: _index_on(copy.device) for copy in copies_of(self.rows)
-        }
+        self._index_of_ids = _index_on(self.rows.device)
 
     @property
     def keeps_last(self) -> bool:
@@ -94,10 +91,9 @@ class DynamicPart:
 
     def add_slots(self, initial: Slots) -> Mapping[str, tf.Variable]:
         """Makes the optimizer slots; called in the strategy's scope. Returns them by name."""
-        extended = tf.distribute.get_strategy().extended
         for name, (_, is_of_row) in initial.items():
             inner = () if is_of_row else (self._layer.width,)
-            with extended.colocate_vars_with(self.rows), making_part(self._index, (0, *inner)):
+            with making_part(self._index, (0, *inner), beside=self.rows):
                 self.slots[name] = tf.Variable(
                     lambda inner=inner: tf.zeros([_FIRST_ROWS, *inner]),
                     trainable=False,
@@ -115,13 +111,13 @@ class DynamicPart:
         return with_gradient(
             "ShardedEmbedding",
             lambda: self._rows_of(ids, training),
-            handle_of(self.rows),
+            self.rows.handle,
             lambda upstream: tf.IndexedSlices(upstream, ids),
         )
 
     def _rows_of(self, ids: tf.Tensor, training: bool) -> tf.Tensor:
         layer = self._layer
-        place, sightings, _ = self._find(self._indices[handle_of(self.rows).device], ids)
+        place, sightings, _ = self._find(ids)
         found = gather_rows(self.rows, tf.maximum(place, 0))
         rows = tf.where((place >= 0)[:, tf.newaxis], found, tf.zeros_like(found))
         if not training:
@@ -131,45 +127,37 @@ class DynamicPart:
         initial = initial_rows(tf.gather_nd(ids, new), layer.width, layer.initializer, rows.dtype)
         return tf.tensor_scatter_nd_update(rows, new, initial)
 
-    def take_lock(self, rows: tf.Variable, waited_for: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Takes the lock of updates of the copy `rows` when `waited_for` are computed."""
-        return locks.take(self._indices[rows.handle.device].locks, waited_for)
+    def take_lock(self, waited_for: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Takes the lock of updates when `waited_for` are computed."""
+        return locks.take(self._index_of_ids.locks, waited_for)
 
-    def places(
-        self,
-        rows: tf.Variable,
-        colocated: Mapping[str, tf.Variable],
-        ids: tf.Tensor,
-        step: tf.Tensor,
-    ) -> tf.Tensor:
+    def places(self, ids: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The places of different `ids`, int64 [n], -1 without a row, after one more sighting.
 
-        Gives rows to ids that have enough sightings now. `rows` and `colocated` (slots, and
-        "counts") are copies of this part's variables; `step` is the number of steps done before.
+        Gives rows to ids that have enough sightings now. `step` is the number of steps done before.
         """
-        layer, index = self._layer, self._indices[rows.handle.device]
-        place, sightings, last = self._find(index, ids)
+        layer = self._layer
+        place, sightings, last = self._find(ids)
         sightings += 1
         is_new = (place < 0) & (sightings >= layer.admit_after)
         new = tf.where(is_new)
         num_new = tf.shape(new, tf.int64)[0]
-        counts = colocated["counts"]
-        first = tf.raw_ops.ReadVariableOp(resource=counts.handle, dtype=tf.int64)[0]
+        first = tf.raw_ops.ReadVariableOp(resource=self.counts.handle, dtype=tf.int64)[0]
         new_places = first + tf.range(num_new)
         new_ids = tf.gather_nd(ids, new)
-        initial = {"": initial_rows(new_ids, layer.width, layer.initializer, rows.dtype)}
+        initial = {"rows": initial_rows(new_ids, layer.width, layer.initializer, self.rows.dtype)}
         for name, (value, is_of_row) in layer.optimizer.initial_slots.items():
             inner = [] if is_of_row else [layer.width]
             initial[name] = tf.fill([num_new, *inner], tf.constant(value))
         written = []
         for name, values in initial.items():
-            variable = colocated[name] if name else rows
+            variable = self.variables[name]
             with tf.control_dependencies([_grown(variable, first + num_new)]):
                 written.append(_scattered(variable, new_places, values))
         # The ids come last: a worker that finds an id finds its row, too.
         with after(*written):
             more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
-            counted = tf.raw_ops.AssignAddVariableOp(resource=counts.handle, value=more)
+            counted = tf.raw_ops.AssignAddVariableOp(resource=self.counts.handle, value=more)
         is_changed = tf.ones_like(is_new) if self.keeps_last else place < 0
         place = tf.tensor_scatter_nd_update(place, new, new_places)
         # An update of an asynchronous worker may come late.
@@ -177,24 +165,22 @@ class DynamicPart:
         values = tf.stack([place, sightings, last], axis=1)
         with after(counted):
             changed = tf.boolean_mask(ids, is_changed)
-            inserted = _inserted(index, changed, tf.boolean_mask(values, is_changed))
+            inserted = self._insert(changed, tf.boolean_mask(values, is_changed))
         with after(inserted):
             return tf.identity(place)
 
     def index(self) -> tuple[tf.Tensor, tf.Tensor]:
         """All ids, int64 [m], in any order, and their use, int64 [m, 3] (`dynamic.Values`)."""
-        rows = copies_of(self.rows)[0]
-        with tf.device(rows.device):
-            ids, found = _exported(self._indices[rows.handle.device])
+        with tf.device(self.rows.device):
+            ids, found = self._exported()
             has_row = tf.cast(found[:, :1] >= 0, tf.int64)
             last = found[:, 2:] if self.keeps_last else found[:, 2:] * (1 - has_row)
             return ids, tf.concat([has_row, found[:, 1:2], last], axis=1)
 
     def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
         """The rows and slots of `ids`, which have rows, by name."""
-        rows = copies_of(self.rows)[0]
-        with tf.device(rows.device):
-            place, _, _ = self._find(self._indices[rows.handle.device], ids)
+        with tf.device(self.rows.device):
+            place, _, _ = self._find(ids)
             return {name: gather_rows(v, place) for name, v in self.variables.items()}
 
     def set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
@@ -205,79 +191,82 @@ class DynamicPart:
         size = tf.maximum(number, _FIRST_ROWS)
         place = tf.where(use[:, 0] > 0, tf.cumsum(use[:, 0]) - 1, -1)
         in_hash = tf.concat([place[:, tf.newaxis], use[:, 1:]], axis=1)
-        for variable in self.variables.values():
-            for copy in copies_of(variable):
-                with tf.device(copy.device):
-                    zeros = tf.zeros([size, *copy.shape[1:]], copy.dtype)
-                    tf.raw_ops.AssignVariableOp(
-                        resource=copy.handle, value=zeros, validate_shape=False
-                    )
-        for rows, counts in zip(copies_of(self.rows), copies_of(self.counts), strict=True):
-            index = self._indices[rows.handle.device]
-            with tf.device(rows.device):
-                tf.raw_ops.LookupTableRemoveV2(table_handle=index.ids, keys=_exported(index)[0])
-                _inserted(index, tf.identity(ids), tf.identity(in_hash))
-                counts.assign(tf.stack([number, 0, 0]))
+        with tf.device(self.rows.device):
+            for variable in self.variables.values():
+                zeros = tf.zeros([size, *variable.shape[1:]], variable.dtype)
+                tf.raw_ops.AssignVariableOp(
+                    resource=variable.handle, value=zeros, validate_shape=False
+                )
+            self._remove(self._exported()[0])
+            self._insert(tf.identity(ids), tf.identity(in_hash))
+            self.counts.assign(tf.stack([number, 0, 0]))
 
     def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
         """Sets the rows and slots of those of `ids`, which have rows, that belong to this part."""
         mine = tf.equal(ids % self._num_parts, self._index)
         ids = tf.boolean_mask(ids, mine)
         of_mine = {name: tf.boolean_mask(value, mine) for name, value in values.items()}
-        copies = [copies_of(variable) for variable in self.variables.values()]
-        for of_device in zip(*copies, strict=True):
-            rows = of_device[0]
-            with tf.device(rows.device):
-                place, _, _ = self._find(self._indices[rows.handle.device], ids)
-                for name, variable in zip(self.variables, of_device, strict=True):
-                    _scattered(variable, place, tf.identity(of_mine[name]))
+        with tf.device(self.rows.device):
+            place, _, _ = self._find(ids)
+            for name, variable in self.variables.items():
+                _scattered(variable, place, tf.identity(of_mine[name]))
 
     def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
-        rows = copies_of(self.rows)[0]
-        with tf.device(rows.device):
-            _, found = _exported(self._indices[rows.handle.device])
+        with tf.device(self.rows.device):
+            _, found = self._exported()
             steps = tf.boolean_mask(found[:, 2], found[:, 0] >= 0)
             steps, _, numbers = tf.unique_with_counts(steps, tf.int64)
             return steps, numbers
 
     def evict(self, step: tf.Tensor) -> None:
         """Removes ids that neither `step` nor a later one used. The last rows fill the gaps."""
-        variables = [copies_of(v) for v in (self.rows, self.counts, *self.slots.values())]
-        for rows, counts, *slots in zip(*variables, strict=True):
-            index = self._indices[rows.handle.device]
-            with tf.device(rows.device):
-                ids, found = _exported(index)
-                is_kept = found[:, 2] >= step
-                has_row = found[:, 0] >= 0
-                keeps_row = is_kept & has_row
-                number = tf.math.count_nonzero(keeps_row)
-                is_moved = keeps_row & (found[:, 0] >= number)
-                stays = tf.boolean_mask(found[:, 0], keeps_row & ~is_moved)
-                is_used = tf.scatter_nd(
-                    stays[:, tf.newaxis], tf.ones_like(stays), number[tf.newaxis]
-                )
-                gaps = tf.where(tf.equal(is_used, 0))[:, 0]
-                moved = tf.boolean_mask(found, is_moved)
-                written = [_scattered(v, gaps, gather_rows(v, moved[:, 0])) for v in (rows, *slots)]
-                with after(*written):
-                    tf.raw_ops.LookupTableRemoveV2(
-                        table_handle=index.ids, keys=tf.boolean_mask(ids, ~is_kept)
-                    )
-                    in_gaps = tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1)
-                    _inserted(index, tf.boolean_mask(ids, is_moved), in_gaps)
-                    before = counts.read_value()
-                    evicted = tf.math.count_nonzero(has_row) - number
-                    counts.assign(tf.stack([number, before[1], before[2] + evicted]))
+        with tf.device(self.rows.device):
+            ids, found = self._exported()
+            is_kept = found[:, 2] >= step
+            has_row = found[:, 0] >= 0
+            keeps_row = is_kept & has_row
+            number = tf.math.count_nonzero(keeps_row)
+            is_moved = keeps_row & (found[:, 0] >= number)
+            stays = tf.boolean_mask(found[:, 0], keeps_row & ~is_moved)
+            is_used = tf.scatter_nd(stays[:, tf.newaxis], tf.ones_like(stays), number[tf.newaxis])
+            gaps = tf.where(tf.equal(is_used, 0))[:, 0]
+            moved = tf.boolean_mask(found, is_moved)
+            variables = self.variables.values()
+            written = [_scattered(v, gaps, gather_rows(v, moved[:, 0])) for v in variables]
+            with after(*written):
+                self._remove(tf.boolean_mask(ids, ~is_kept))
+                in_gaps = tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1)
+                self._insert(tf.boolean_mask(ids, is_moved), in_gaps)
+                before = self.counts.read_value()
+                evicted = tf.math.count_nonzero(has_row) - number
+                self.counts.assign(tf.stack([number, before[1], before[2] + evicted]))
 
-    def _find(self, index: _Index, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _find(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         found = tf.raw_ops.LookupTableFindV2(
-            table_handle=index.ids, keys=ids, default_value=tf.constant(_UNKNOWN, tf.int64)
+            table_handle=self._index_of_ids.ids,
+            keys=ids,
+            default_value=tf.constant(_UNKNOWN, tf.int64),
         )
         place, sightings, last = tf.unstack(
             tf.ensure_shape(found, [*ids.shape, NUM_VALUES]), axis=1
         )
         return place, sightings, last
+
+    def _exported(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """All ids, int64 [m], and their values, int64 [m, 3]."""
+        ids, values = tf.raw_ops.LookupTableExportV2(
+            table_handle=self._index_of_ids.ids, Tkeys=tf.int64, Tvalues=tf.int64
+        )
+        return tf.ensure_shape(ids, [None]), tf.ensure_shape(values, [None, NUM_VALUES])
+
+    def _insert(self, ids: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
+        return tf.raw_ops.LookupTableInsertV2(
+            table_handle=self._index_of_ids.ids, keys=ids, values=values
+        )
+
+    def _remove(self, ids: tf.Tensor) -> None:
+        tf.raw_ops.LookupTableRemoveV2(table_handle=self._index_of_ids.ids, keys=ids)
 
 
 def _index_on(device: str) -> _Index:
@@ -287,24 +276,6 @@ def _index_on(device: str) -> _Index:
             key_dtype=tf.int64, value_dtype=tf.int64, value_shape=[NUM_VALUES], shared_name=name
         )
         return _Index(ids, locks.make_locks(name))
-
-
-def _exported(index: _Index) -> tuple[tf.Tensor, tf.Tensor]:
-    """All ids, int64 [m], and their values, int64 [m, 3]."""
-    ids, values = tf.raw_ops.LookupTableExportV2(
-        table_handle=index.ids, Tkeys=tf.int64, Tvalues=tf.int64
-    )
-    return tf.ensure_shape(ids, [None]), tf.ensure_shape(values, [None, NUM_VALUES])
-
-
-def _inserted(index: _Index, ids: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
-    return tf.raw_ops.LookupTableInsertV2(table_handle=index.ids, keys=ids, values=values)
-
-
-def copies_of(variable: tf.Variable) -> list[tf.Variable]:
-    """The copies of `variable` in this process."""
-    values = getattr(variable, "values", None)
-    return [variable] if values is None or callable(values) else list(values)
 
 
 def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:

@@ -232,15 +232,18 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"{self.name} takes ids, which are integers. Received: {inputs.dtype.name}. Cast "
                 "them, or declare keras.Input(..., dtype='int64')."
             )
-        ids = tf.cast(inputs, tf.int64)
-        is_id = tf.not_equal(ids, _PADDING) if self.combiner else tf.ones_like(ids, tf.bool)
-        numbered = tf.reshape(self._numbered(ids, is_id), [-1])
-        if self.combiner:
-            numbered = tf.boolean_mask(numbered, tf.reshape(is_id, [-1]))
-        used, place = tf.unique(numbered)
-        if training:
-            add_lookup(self, tf.size(used), tf.size(numbered))
-        rows = _expanded(self._lookup(used, training=bool(training)), place)
+        with tf.device("CPU:0"):  # As the table, also if this replica computes on a GPU.
+            ids = tf.cast(inputs, tf.int64)
+            is_id = tf.not_equal(ids, _PADDING) if self.combiner else tf.ones_like(ids, tf.bool)
+            numbered = tf.reshape(self._numbered(ids, is_id), [-1])
+            if self.combiner:
+                numbered = tf.boolean_mask(numbered, tf.reshape(is_id, [-1]))
+            used, place = tf.unique(numbered)
+            if training:
+                add_lookup(self, tf.size(used), tf.size(numbered))
+            found = self._lookup(used, training=bool(training))
+        # Copied to the device of the replica once, and expanded there.
+        rows = _expanded(tf.identity(found), place)
         if self.combiner:
             rows = self._combined(rows, is_id)
         static = self.compute_output_shape(inputs.shape)

@@ -256,25 +256,12 @@ def gather_rows(variable: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
     A tf.gather of a value that was read before would copy the table: TensorFlow copies each read
     of a variable that sparse updates change.
     """
-    return tf.raw_ops.ResourceGather(
-        resource=handle_of(variable), indices=ids, dtype=variable.dtype
-    )
-
-
-def handle_of(variable: tf.Variable) -> tf.Tensor:
-    """The resource of `variable` in this replica.
-
-    Outside of replicas and updates: the resource of the first copy. All copies are equal.
-    """
-    try:
-        return variable.handle
-    except ValueError:
-        return variable.values[0].handle
+    return tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=variable.dtype)
 
 
 def capacity(variable: tf.Variable) -> tf.Tensor:
     """The number of rows for which `variable` has memory now, int64."""
-    return tf.raw_ops.VariableShape(input=handle_of(variable), out_type=tf.int64)[0]
+    return tf.raw_ops.VariableShape(input=variable.handle, out_type=tf.int64)[0]
 
 
 def _subtract(

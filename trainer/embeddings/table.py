@@ -24,7 +24,6 @@ from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
 from trainer.embeddings.base import Ids, Index, Table, values_of_parts
 from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.dynamic_part import copies_of
 from trainer.embeddings.optimizers import gather_rows
 from trainer.step.options import ConfigError
 
@@ -139,22 +138,19 @@ class FixedTable(Table):
             places = tf.boolean_mask(ids, mine) // num_parts
             for name, parts in self._variables.items():
                 of_mine = tf.boolean_mask(values[name], mine)
-                for copy in copies_of(parts[index]):
-                    with tf.device(copy.device):
-                        tf.raw_ops.ResourceScatterUpdate(
-                            resource=copy.handle, indices=places, updates=tf.identity(of_mine)
-                        )
+                part = parts[index]
+                with tf.device(part.device):
+                    tf.raw_ops.ResourceScatterUpdate(
+                        resource=part.handle, indices=places, updates=tf.identity(of_mine)
+                    )
 
     @no_autograph
     def _take_changed_ids(self) -> tf.Tensor:
         found = []
         for index, variable in enumerate(self._changed):
-            first, *others = copies_of(variable)
-            with tf.device(first.device):
-                found.append(tf.where(first.read_value())[:, 0] * len(self._changed) + index)
-            for copy in (first, *others):
-                with tf.device(copy.device):
-                    copy.assign(tf.zeros_like(copy))
+            with tf.device(variable.device):
+                found.append(tf.where(variable.read_value())[:, 0] * len(self._changed) + index)
+                variable.assign(tf.zeros_like(variable))
         return tf.concat(found, axis=0)
 
 

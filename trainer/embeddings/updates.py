@@ -1,7 +1,7 @@
 """Updates tables: TablePart has the rows of one part of a table, and its optimizer slots.
 
 parts = [TablePart(layer, index) for index in range(P)]     # makes the slots
-part.change(variable, gradient, rate, step, colocated)      # on the device of the variable
+part.change(gradient, rate, step, factor=None)              # on the device of the variable
 saved_tables(layers, parts)                                 # for a checkpoint
 """
 
@@ -48,7 +48,7 @@ class TablePart:
             self._dynamic = layer.table.dynamic_parts[index]
             self._dynamic.marks_changes = marks_changes
             self.slots = self._dynamic.add_slots(layer.optimizer.initial_slots)
-            self.colocated = {**self.slots, "counts": self._dynamic.counts}
+            self.colocated = dict(self.slots)
             return
         self.slots = {
             name: self._add_variable(name, value, () if is_of_row else (layer.width,))
@@ -63,31 +63,25 @@ class TablePart:
         table = self.layer.table
         rows = part_rows(table.shape[0], self.index, len(table.parts))
         made = [rows if has_rows() else 0, *inner]
-        extended = tf.distribute.get_strategy().extended
-        with (
-            extended.colocate_vars_with(self.variable),
-            making_part(self.index, (rows, *inner)),
-        ):
+        with making_part(self.index, (rows, *inner), beside=self.variable):
             return tf.Variable(
                 lambda: tf.fill(made, tf.constant(value)), trainable=False, name=name
             )
 
     def change(
         self,
-        variable: tf.Variable,
         gradient: tf.IndexedSlices,
         rate: tf.Tensor,
         step: tf.Tensor,
-        colocated: Mapping[str, tf.Variable],
         *,
         factor: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Applies `gradient` to `variable` and `colocated`, copies of the variables of this part.
+        """Applies `gradient`, the sum of all replicas, to this part.
 
         `rate` is the learning rate of the config, which contains `factor`, the factor of the
         schedule; `step` is the number of steps done. Returns a tensor computed after the update.
         """
-        layer = self.layer
+        layer, variable = self.layer, self.variable
         if layer.optimizer.learning_rate is not None:
             rate = tf.constant(layer.optimizer.learning_rate, tf.float32)
             rate = rate if factor is None else rate * factor
@@ -97,9 +91,9 @@ class TablePart:
             held: list[tf.Tensor] = []
             if self._dynamic is not None:
                 # Under asynchronous ps two workers may bring the same new id.
-                held = self._dynamic.take_lock(variable, [ids, rows])
+                held = self._dynamic.take_lock([ids, rows])
                 with tf.control_dependencies(held):
-                    places = self._dynamic.places(variable, colocated, tf.identity(ids), step)
+                    places = self._dynamic.places(tf.identity(ids), step)
                 has_row = places >= 0
                 ids, rows = tf.boolean_mask(places, has_row), tf.boolean_mask(rows, has_row)
             if layer.l2:
@@ -107,12 +101,13 @@ class TablePart:
             if layer.clip_norm:
                 rows = tf.clip_by_norm(rows, layer.clip_norm, axes=[1])
             rate = tf.cast(rate, rows.dtype)
-            done = layer.optimizer.update(TableUpdate(variable, colocated, ids, rows, rate, step))
+            update = TableUpdate(variable, self.colocated, ids, rows, rate, step)
+            done = layer.optimizer.update(update)
             with after(done):
-                if _CHANGED in colocated:
+                if _CHANGED in self.colocated:
                     # After the change: a checkpoint that finds no mark has the row from before.
                     done = tf.raw_ops.ResourceScatterUpdate(
-                        resource=colocated[_CHANGED].handle,
+                        resource=self.colocated[_CHANGED].handle,
                         indices=ids,
                         updates=tf.ones_like(ids, tf.bool),
                     )

@@ -77,7 +77,7 @@ def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
     if says_finished(recipe, model_dir):
         return EXIT_DONE
     if flags.CHECK.value:
-        return check(recipe, model_dir, cluster)
+        return check(recipe, model_dir, cluster, is_launched=True)
     from trainer import preflight
 
     # Without --min_workers the task finds it, before it trains.
@@ -116,8 +116,15 @@ def says_finished(recipe: Recipe, model_dir: str) -> bool:
     return True
 
 
-def check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
-    """Prints what would be trained, for --check; returns the exit code."""
+def check(
+    recipe: Recipe, model_dir: str, cluster: Cluster | None, *, is_launched: bool = False
+) -> int:
+    """Prints what would be trained, for --check; returns the exit code.
+
+    `is_launched`: the tasks of `cluster` would be started on this host.
+    """
+    from strategies.gpus import gpus_of_host
+
     workers, num_ps = num_workers(cluster), cluster.num("ps") if cluster else 0
     if not num_ps:
         check_replicas(recipe.config, flags.REPLICAS.value or workers)
@@ -125,6 +132,8 @@ def check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
     if flags.VERBOSE.value:
         print(f"config {recipe.path}: {to_json(recipe.config)}")
     print(found.describe(num_ps, workers if flags.SYNC_REPLICAS.value else 0))
+    if cluster and (gpus := gpus_of_host(cluster, is_launched=is_launched)):
+        print("GPUs:", "; ".join(f"{task} {','.join(names)}" for task, names in gpus.items()))
     return EXIT_DONE
 
 

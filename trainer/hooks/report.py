@@ -2,7 +2,8 @@
 
 Rates are those of the steps alone: without compilation, evaluation and checkpoints. `input_wait` is
 the share of their time in which steps waited for input, of this process. `seconds` is the time
-since this process began to train, with all of these.
+since this process began to train, with all of these. `gpu_peak_bytes` is the most memory that was
+in use so far on one of its GPUs.
 """
 
 import collections
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from data.order import Order
 from strategies.base import Executor
+from strategies.gpus import peak_bytes
 from strategies.metrics import Metrics, add_metrics, means
 from strategies.pace import Pace
 from trainer.embeddings.dynamic import DynamicTable
@@ -69,6 +71,8 @@ class Report(PeriodicHook):
         }
         if (input_wait := self._input_wait()) is not None:
             values["input_wait"] = input_wait
+        if peaks := peak_bytes():
+            values["gpu_peak_bytes"] = max(peaks.values())
         if position.skipped:
             values["examples_skipped"] = sum(position.skipped)
         if self.learner.loss_scale:

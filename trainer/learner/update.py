@@ -164,15 +164,14 @@ class Update:
     ) -> Sequence[tf.Tensor]:
         """Changes all copies of a variable; returns tensors that are computed after that."""
         place = index - len(self._variables.dense)
-        change: Callable[..., tf.Tensor] = functools.partial(self._change, now)
-        arguments: tuple[object, ...] = gradient, index
-        if place >= 0:
+        if place >= 0:  # A table, which all replicas of this process share.
             part = self._variables.table_parts[place]
-            change = functools.partial(part.change, factor=now.factor)
-            arguments = gradient, now.rate, now.step, part.colocated
+            first, *_ = strategy.experimental_local_results(gradient)
+            return [part.change(first, now.rate, now.step, factor=now.factor)]
         variable = self._variables.trained[index]
+        change = functools.partial(self._change, now)
         changed: Sequence[tf.Tensor]
-        changed = strategy.extended.update(variable, change, arguments, group=False)
+        changed = strategy.extended.update(variable, change, (gradient, index), group=False)
         return changed
 
     def _change_compiled(

@@ -99,6 +99,8 @@ def _progress(status: Status, width: int, is_ascii: bool) -> Text:
         words.append(f"epoch {status.report['epoch']:.1f}")
     if seconds := status.report.get("seconds"):
         words.append(f"after {clock(seconds)}")
+    if peak := status.report.get("gpu_peak_bytes"):
+        words.append(f"GPU {peak / 2**30:.1f} GiB at most")
     while len(words) > 1 and width - len("  ".join([begin, *words])) - 2 < _MIN_BAR:
         words.pop()
     end = "  ".join(words)

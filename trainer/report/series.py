@@ -238,6 +238,7 @@ class RunSeries:
         seconds = self.ended - self.began if self.tasks else found["seconds"]
         ended = "-" if found["exit_code"] is None else f"{found['exit_code']} ({found['why']})"
         began = self.began or found["started"]
+        peak = max((report.get("gpu_peak_bytes", 0) for report in self.of("train")), default=0)
         return {
             "strategy": str(found["strategy"]),
             "step": f"{found['step']:,} of {found['train_steps']:,}",
@@ -246,6 +247,7 @@ class RunSeries:
             "exit code": ended,
             "began": strftime("%Y-%m-%d %H:%M", localtime(began)) if began else "-",
             "host": str(self.config.get("host") or "-"),
+            "GPU memory": f"{peak / 2**30:.1f} GiB" if peak else "-",
         }
 
     def versions(self) -> dict[str, Any]:  # Any: JSON values.

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from data.system.compat.checkpoint_graph import nodes_of, saves_values
 from data.system.compat.own_gradients import with_gradient
+from data.system.compat.variables_of_process import variable_of_process
 from tests.unit.compat.messages import delete
 
 
@@ -61,3 +62,14 @@ def test_no_public_function_aborts_collectives() -> None:
     packages = (tf.distribute, tf.distribute.experimental, tf.config.experimental)
     public = [name for package in packages for name in dir(package)]
     assert not [name for name in public if "abort" in name.lower()], delete("collective_abort")
+
+
+def test_strategy_makes_one_variable_for_a_process() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        with tf.variable_creator_scope(variable_of_process):
+            variable = tf.Variable(lambda: tf.ones([2]), trainable=False, name="one")
+        copied = tf.Variable(1.0)
+    assert strategy.experimental_local_results(variable) == (variable,)
+    assert variable.device.endswith("CPU:0")
+    assert len(strategy.experimental_local_results(copied)) == 2, delete("variables_of_process")

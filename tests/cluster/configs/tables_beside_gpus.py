@@ -1,0 +1,21 @@
+"""tables.py, with the replica of each worker on a second logical CPU, which stands in for a GPU."""
+
+import tensorflow as tf
+from tensorflow.python.distribute.collective_all_reduce_strategy import (  # noqa: TID251
+    CollectiveAllReduceExtended,
+)
+
+from tests.cluster.configs.tables import build_model as build_model
+from tests.cluster.configs.tables import get_config as get_config
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+
+
+def second_cpu(_: object, __: object, worker: str) -> tuple[tuple[str], str]:
+    """The local devices of a worker, which would be its GPUs, and their kind."""
+    return (f"{worker}/device:CPU:1",), "CPU"
+
+
+CollectiveAllReduceExtended._initialize_local_devices = second_cpu
