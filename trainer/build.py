@@ -68,22 +68,32 @@ def check_for_strategy(
             "which does not compute in float16. Type --config.precision=mixed_float16, or leave it "
             "out."
         )
-    if every := config.local_steps.every:
+    if chosen := config.local_steps.chosen:
         if strategy == "ps":
             raise ConfigError(
-                f"config.local_steps.every={every} needs workers that keep their own weights, but "
-                "under --strategy=ps all use those of the servers. Type --strategy=multiworker, or "
-                "leave it out."
+                f"{chosen} needs workers that keep their own weights, but under --strategy=ps all "
+                "use those of the servers. Type --strategy=multiworker, or leave it out."
             )
         if learner.loss_scale:
             raise ConfigError(
-                f"config.local_steps.every={every}: the model of {recipe.path} computes in "
-                "float16, where workers that train alone would have different scales of the loss. "
-                "Type --config.precision=mixed_bfloat16."
+                f"{chosen}: the model of {recipe.path} computes in float16, where workers that "
+                "train alone would have different scales of the loss. Type "
+                "--config.precision=mixed_bfloat16."
+            )
+        if (secs := config.local_steps.every_secs) and strategy == "mirrored":
+            raise ConfigError(
+                f"{chosen} is for workers of unequal speed, but the replicas of one process make "
+                "each step together. Type --config.local_steps.every_secs=0 "
+                "--config.local_steps.every=100, for example, or --strategy=multiworker."
             )
         learner.notes.append(
-            f"each replica trains alone for {every} steps (config.local_steps); reports, "
-            f"evaluations, checkpoints and the end are at multiples of {every}"
+            f"each worker trains alone for about {secs:g} s (config.local_steps); reports, "
+            "evaluations, checkpoints and the end come after an average; the weights depend on "
+            "the speed of the workers"
+            if secs
+            else f"each replica trains alone for {config.local_steps.every} steps "
+            "(config.local_steps); reports, evaluations, checkpoints and the end are at multiples "
+            f"of {config.local_steps.every}"
         )
     if config.complete_checkpoint_every > 1 and not learner.tables:
         raise ConfigError(
@@ -167,6 +177,7 @@ def _options(config: Config, adopted: Adopted) -> Options:
     options = Options(
         jit_compile=config.jit_compile is True,
         marks_changed_rows=config.complete_checkpoint_every > 1,
+        last_step=config.train_steps,
     )
     for item in dataclasses.fields(StepOptions):
         ours, theirs = getattr(config, item.name), getattr(adopted.options, item.name)
