@@ -95,6 +95,7 @@ def check_for_strategy(
             "(config.local_steps); reports, evaluations, checkpoints and the end are at multiples "
             f"of {config.local_steps.every}"
         )
+        learner.notes += _without_overlap(config)
     if config.complete_checkpoint_every > 1 and not learner.tables:
         raise ConfigError(
             f"config.complete_checkpoint_every={config.complete_checkpoint_every}: the model of "
@@ -111,6 +112,20 @@ def check_for_strategy(
             f"--read_dtype={read_dtype}: the Learner of {recipe.path} overrides `gradients`, and "
             "reads its variables itself. Leave the flag out."
         )
+
+
+def _without_overlap(config: Config) -> list[str]:
+    """Says which interval is so short that `local_steps.overlap` has no effect."""
+    every = config.local_steps.every
+    names = ("log_every_steps", "eval_every_steps", "checkpoint_every_steps")
+    intervals = {name: steps for name in names if 0 < (steps := getattr(config, name)) <= every}
+    if not config.local_steps.overlap or not intervals:
+        return []
+    name, steps = min(intervals.items(), key=lambda item: item[1])
+    return [
+        f"config.local_steps.overlap has no effect with config.{name}={steps}: replicas wait for a "
+        f"complete average there. Type --config.{name}={10 * every}, for example."
+    ]
 
 
 def check_standby(checkpointer: Checkpointer, path: str, every_steps: int) -> None:

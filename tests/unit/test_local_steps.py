@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from strategies.base import read_now
 from strategies.gpus import DeviceError
+from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from strategies.step_errors import DataFaultError
@@ -27,6 +29,7 @@ from trainer.config_checks import check, check_replicas
 from trainer.embeddings import ShardedEmbedding
 from trainer.inputs import batch_at
 from trainer.learner import Learner
+from trainer.resume import train_recovering
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import LocalStepsConfig, Options
 
@@ -274,6 +277,45 @@ def test_overlapped_average_has_the_changes_of_the_round_before(tmp_path: Path) 
     first_copies, second_copies = training.copies()
     for one, other in zip(first_copies, second_copies, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("overlap", "sizes"), [(True, [4 * EVERY]), (False, [2] * 4)])
+def test_sums_overlap_whatever_steps_per_call_is(
+    overlap: bool, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dataclasses.replace(PLAIN, overlap=overlap)
+    training, no_checkpointer = Training(tmp_path / "a", options), cast(Any, None)
+    executor, run = training.executor, training.executor.run
+    asked: list[int] = []
+
+    def run_and_note(num_steps: int) -> Metrics:
+        asked.append(num_steps)
+        return run(num_steps)
+
+    monkeypatch.setattr(executor, "run", run_and_note)
+    config = Config(train_steps=4 * EVERY, steps_per_call=2, local_steps=options)
+    order = training.reader.order
+    train_recovering(executor, training.learner, no_checkpointer, [], order, config)
+    assert asked == sizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "no effect with config.log_every_steps=100: .*Type --config.log_every_steps=1500"),
+        ({"log_every_steps": 151, "checkpoint_every_steps": 0}, ""),
+        ({"log_every_steps": 300, "eval_every_steps": 150}, "no effect with config.eval_every_st"),
+    ],
+)
+def test_it_is_said_if_reports_leave_nothing_to_overlap(
+    changes: Mapping[str, Any], said: str
+) -> None:
+    options = LocalStepsConfig(every=150, overlap=True)
+    recipe = Recipe("file.py", Config(local_steps=options, **changes), build_normalised_model)
+    learner = build_learner(recipe)
+    check_for_strategy(learner, recipe, strategy="multiworker", num_workers=2, read_dtype="float32")
+    found = [note for note in learner.notes if "overlap" in note]
+    assert re.search(said, found[0]) if said else not found
 
 
 def test_after_an_error_between_two_averages_the_state_is_that_of_the_first(tmp_path: Path) -> None:
