@@ -68,6 +68,9 @@ _STEPS = flags.DEFINE_integer(
     "run_steps", 16, "Steps of a run; the first 4 are warm-up.", lower_bound=8
 )
 _LOCAL_STEPS = flags.DEFINE_integer("local_steps", 100, "Steps from one average to the next.")
+_DEVICE_SECS = flags.DEFINE_float(
+    "device_secs", 0.0, "This program's steps also wait for so long, as for a device."
+)
 _BUCKET_MB = flags.DEFINE_float(
     "bucket_mb", None, "multiworker: its --bucket_mb; by default measured."
 )
@@ -134,6 +137,7 @@ def program(
     trainer = [
         *(sys.executable, "-m", "trainer", "--config=benchmarks/deep.py", "--num_threads=1"),
         *(f"--data_dir={data}", f"--train_steps={_STEPS.value}"),
+        f"--config.device_secs={_DEVICE_SECS.value}",
     ]
     measured_steps = _STEPS.value - _WARMUP_STEPS
     steps = (f"--steps={measured_steps}", f"--warmup_steps={_WARMUP_STEPS}")

@@ -22,7 +22,7 @@ import dataclasses
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from data.disk_reader import DiskReader
 from data.order import Plan
-from data.reader import Batch, Examples, Nest, Reader
+from data.reader import Batch, Examples, Nest, Part, Reader
 from data.system.compat.autograph import no_autograph
 from data.tfrecord.byte_ranges import aligned
 
@@ -50,6 +50,14 @@ class Feed(abc.ABC):
     @abc.abstractmethod
     def take(self, num_batches: int) -> Nest:
         """Takes the next `num_batches` batches. The result is an argument of the graph."""
+
+    @abc.abstractmethod
+    def take_parts(self, parts: Sequence[Part]) -> Nest:
+        """As `take`, but of the batches of `parts`, which have as many lanes as those of `take`.
+
+        It is faster if the lanes of the last part continue in the first part of the next call. A
+        feed has either calls of `take`, or of this.
+        """
 
     @abc.abstractmethod
     def batch(self, taken: Nest, index: tf.Tensor) -> Batch:
@@ -82,8 +90,9 @@ def open_feed(
         waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
     widens = finishes_in_graph and reader.augment is None
     read = reader.narrow if widens else reader
-    dataset = DiskReader(read).batches(first_batch, lanes, waited=waited)
-    return StreamedFeed(dataset, waited, reader.finished if widens else None)
+    parts = [Part(first_batch, None, lanes)]
+    dataset = DiskReader(read).batches_of(parts, lanes, waited=waited)
+    return StreamedFeed(dataset, waited, reader.finished if widens else None, parts)
 
 
 class StreamedFeed(Feed):
@@ -96,8 +105,15 @@ class StreamedFeed(Feed):
         dataset: tf.data.Dataset,
         waited: tf.Variable | None = None,
         finish: Callable[[Batch], Batch] | None = None,
+        parts: list[Part] | None = None,
     ) -> None:
-        """To `waited` the elements of `dataset` add the seconds for which they were waited."""
+        """To `waited` the elements of `dataset` add the seconds for which they were waited.
+
+        An iterator of `dataset` reads `parts` as they are when it begins. `take_parts` changes
+        them; without them it may not be called.
+        """
+        self._dataset, self._parts = dataset, parts or []
+        self._next = self._parts[:1]
         self._waited, self._waited_before = waited, 0.0
         self._finish = finish
         self.signature = tf.data.IteratorSpec(dataset.element_spec)
@@ -105,6 +121,16 @@ class StreamedFeed(Feed):
 
     @override
     def take(self, num_batches: int) -> Nest:
+        return self._iterator
+
+    @override
+    def take_parts(self, parts: Sequence[Part]) -> Nest:
+        *others, last = parts
+        endless = last._replace(num_batches=None)
+        if others or self._next != [endless]:
+            self._parts[:] = [*others, endless]
+            self._iterator = iter(self._dataset)
+        self._next = [endless._replace(first_batch=last.first_batch + (last.num_batches or 0))]
         return self._iterator
 
     @override
@@ -149,6 +175,21 @@ class CachedFeed(Feed):
         left = {name: values[num_batches:] for name, values in plan.items()}
         # While the graph runs, as many batches are planned for the next call.
         self._ahead = self._planner.submit(self._planned, left, num_batches)
+        return taken
+
+    @override
+    def take_parts(self, parts: Sequence[Part]) -> dict[str, tf.Tensor]:
+        began = time.monotonic()
+        plans = [
+            self._reader.row_plan(*run, lanes)
+            for first, count, lanes in parts
+            for run in self._reader.runs(first, first + (count or 0))
+        ]
+        with tf.device("CPU:0"):
+            taken = {
+                name: tf.constant(np.concatenate([p[name] for p in plans])) for name in plans[0]
+            }
+        self._waited_secs += time.monotonic() - began
         return taken
 
     def _planned(self, plan: Plan, num_batches: int) -> Plan:

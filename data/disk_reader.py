@@ -13,14 +13,15 @@ import atexit
 import collections
 import functools
 import gc
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from data.features import ExampleParse
 from data.order import Int64s, Plan
-from data.reader import Batch, Reader
+from data.reader import Batch, Part, Reader
 from data.system.compat.autograph import no_autograph
 from data.system.compat.determinism import parallel_calls, timestamp
 from data.system.cores import num_cores
@@ -30,7 +31,8 @@ from data.tfrecord.crc import HEADER_BYTES
 from data.tfrecord.fixed_layout import Layout, find_layout
 from data.tfrecord.pieces import PIECE_NAMES, Pieces
 
-_Extras = Callable[[int, int], Plan]  # (first batch, number of batches) -> `Reader.extras`.
+# (first batch, number of batches, lanes) -> `Reader.extras`.
+_Extras = Callable[[int, int, range], Plan]
 
 # Groups handed to tf.data at once: a handover costs about as much as 1,000 small records.
 _BLOCK_BYTES = 4 << 20
@@ -62,8 +64,17 @@ class DiskReader:
         on the number of threads or on `first_batch`. The seconds for which a consumer waits are
         added to `waited`, a float64 variable on the CPU.
         """
-        stop = None if num_batches is None else first_batch + num_batches
-        return self._dataset(first_batch, stop, lanes, waited=waited)
+        return self.batches_of([Part(first_batch, num_batches, lanes)], lanes, waited=waited)
+
+    @no_autograph
+    def batches_of(
+        self, parts: Sequence[Part], lanes: range, *, waited: tf.Variable | None = None
+    ) -> tf.data.Dataset:
+        """As `batches`, but of `parts`, one after another, each with as many lanes as `lanes`.
+
+        An iterator reads the parts that are in the list `parts` when it begins.
+        """
+        return self._dataset(parts, lanes, waited=waited)
 
     @no_autograph
     def evaluation_batches(self, lanes: range) -> tf.data.Dataset:
@@ -72,21 +83,21 @@ class DiskReader:
         All `num_evaluation_batches` batches have the same shape. Over all lanes each record has
         weight 1 once, and repeats in the last batch have weight 0: weighted sums are exact.
         """
-        return self._dataset(0, self._reader.num_evaluation_batches, lanes, weights=True)
+        all_batches = Part(0, self._reader.num_evaluation_batches, lanes)
+        return self._dataset([all_batches], lanes, weights=True)
 
     def _dataset(
         self,
-        first_batch: int,
-        stop: int | None,
+        parts: Sequence[Part],
         lanes: range,
         *,
         weights: bool = False,
         waited: tf.Variable | None = None,
     ) -> tf.data.Dataset:
-        extras = functools.partial(self._reader.extras, lanes=lanes, weights=weights)
+        extras = functools.partial(self._reader.extras, weights=weights)
         spec = self._reader.row_spec(lanes=lanes, weights=weights)
         if any(is_url(path) for path in self._pieces.paths):
-            return self._by_tensorflow(first_batch, stop, lanes, extras, spec, waited)
+            return self._by_tensorflow(parts, lanes, extras, spec, waited)
         group_shape = spec.pop("gather").shape
         spec["serialized"] = tf.TensorSpec(group_shape, tf.string)
         spec["unread"] = tf.TensorSpec([len(PIECE_NAMES), None], tf.int64)
@@ -94,7 +105,10 @@ class DiskReader:
         if layout is not None:
             spec["frames"] = tf.TensorSpec([*group_shape, layout.frame_bytes], tf.uint8)
         blocks = tf.data.Dataset.from_generator(
-            lambda: self._blocks(first_batch, stop, lanes, extras),
+            lambda: itertools.chain.from_iterable(
+                self._blocks(part.first_batch, _stop(part), part.lanes, extras)
+                for part in list(parts)
+            ),
             output_signature={
                 name: tf.TensorSpec([None, *of_group.shape], of_group.dtype)
                 for name, of_group in spec.items()
@@ -167,7 +181,7 @@ class DiskReader:
                         **block,
                         **{
                             name: values.reshape(num_groups, size, *values.shape[1:])
-                            for name, values in extras(at, num_groups * size).items()
+                            for name, values in extras(at, num_groups * size, lanes).items()
                         },
                     }
                     at += num_groups * size
@@ -233,8 +247,7 @@ class DiskReader:
 
     def _by_tensorflow(
         self,
-        first_batch: int,
-        stop: int | None,
+        parts: Sequence[Part],
         lanes: range,
         extras: _Extras,
         spec: dict[str, tf.TensorSpec],
@@ -244,8 +257,9 @@ class DiskReader:
         order, piece = self._reader.order, tf.TensorSpec([None], tf.int64)
         plans = tf.data.Dataset.from_generator(
             lambda: (
-                {**self._pieces.plan(order, *run, lanes), **extras(*run)}
-                for run in self._reader.runs(first_batch, stop)
+                {**self._pieces.plan(order, *run, part.lanes), **extras(*run, part.lanes)}
+                for part in list(parts)
+                for run in self._reader.runs(part.first_batch, _stop(part))
             ),
             output_signature={**dict.fromkeys(PIECE_NAMES, piece), **spec},
         )
@@ -315,6 +329,10 @@ class DiskReader:
     def _block_batches(self, lanes: range) -> int:
         block_examples = _BLOCK_BYTES // self._reader.split.mean_record_bytes
         return max(self._group_batches(lanes), block_examples // self._reader.batch_examples(lanes))
+
+
+def _stop(part: Part) -> int | None:
+    return None if part.num_batches is None else part.first_batch + part.num_batches
 
 
 def _asked(dataset: tf.data.Dataset) -> tf.data.Dataset:

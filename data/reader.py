@@ -19,7 +19,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -41,6 +41,14 @@ _MAX_RUN_BYTES = 16 << 20  # Records that the reading of one window may hold at 
 # its limits; bytes are counted before or after parsing, whichever are more.
 _GROUP_EXAMPLES = 1024
 _GROUP_BYTES = 4 << 20
+
+
+class Part(NamedTuple):
+    """Some lanes of batches, one batch after another; without end if `num_batches` is None."""
+
+    first_batch: int
+    num_batches: int | None
+    lanes: range
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

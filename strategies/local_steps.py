@@ -16,6 +16,14 @@ class LocalSteps(Protocol):
     """The average of replicas that train alone between two sums."""
 
     @property
+    def every_secs(self) -> float:
+        """About the time from one average to the next; 0 if `rounds` counts steps."""
+
+    @property
+    def last_step(self) -> int:
+        """Rounds by time end here at the latest; 0 if it is not known."""
+
+    @property
     def weights(self) -> Sequence[tf.Variable]:
         """The trained variables."""
 
@@ -29,7 +37,7 @@ class LocalSteps(Protocol):
 
     @property
     def counters(self) -> Sequence[tf.Variable]:
-        """Other variables that a step changes, by the same on all replicas."""
+        """Whole numbers that each step changes by the same."""
 
     @property
     def overlaps(self) -> bool:

@@ -84,6 +84,7 @@ class MirroredExecutor(Executor):
     def _prepare_run(self) -> None:
         learner, offsets = self._learner, self._replica_offsets(self._source)
         local = learner.local_steps
+        is_timed = local is not None and local.every_secs > 0
         self._marks = self._new_marks()
         if local and self._marks:
             self._rounds = LocalRounds(
@@ -123,7 +124,9 @@ class MirroredExecutor(Executor):
                 totals = run_step(totals, batch if local else self._after_complete_step(batch))
             if not local:
                 totals = self._after_complete_step(totals)
-            return *self._sum_over_replicas(totals, status), following
+            # By time, the caller sums: it measures these steps without the wait for others.
+            summed = (totals, status) if is_timed else self._sum_over_replicas(totals, status)
+            return *summed, following
 
         self._run_in_graph = run
 
@@ -197,24 +200,38 @@ class MirroredExecutor(Executor):
     @override
     def _steps_of_call(self, num_steps: int) -> int:
         if local := self._learner.local_steps:
-            rounds = local.rounds(int(self._learner.step.numpy()), num_steps)
+            rounds = self._sizes_of_rounds(num_steps)
             return sum(rounds) if local.overlaps else rounds[0]
         return super()._steps_of_call(num_steps)
+
+    def _sizes_of_rounds(self, num_steps: int) -> list[int]:
+        """The steps from each average to the next, up to the first one after `num_steps`."""
+        local = self._learner.local_steps
+        return local.rounds(int(self._learner.step.numpy()), num_steps) if local else [num_steps]
+
+    def _run_steps(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
+        """Runs a part of a call of `_run`: a round, if there are rounds.
+
+        Returns the summed totals, the summed status and the next batch.
+        """
+        arguments = self._feed.take(num_steps), self._next_batch, tf.constant(num_steps, tf.int64)
+        finished: tuple[tf.Tensor, tf.Tensor, Batch] = self._run_in_graph(
+            *arguments, self._own_status("run")
+        )
+        return finished
 
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         self._used_graphs.add("run")
         rounds, sizes = self._rounds, [num_steps]
         if rounds:
-            sizes = rounds.begin(int(self._learner.step.numpy()), num_steps)
+            sizes = self._sizes_of_rounds(num_steps)
+            rounds.begin()
         metrics, seconds = Metrics(), 0.0
         for index, size in enumerate(sizes):
             started = time.monotonic()
-            arguments = self._feed.take(size), self._next_batch, tf.constant(size, tf.int64)
             try:
-                totals, summed_status, self._next_batch = self._run_in_graph(
-                    *arguments, self._own_status("run")
-                )
+                totals, summed_status, self._next_batch = self._run_steps(size)
             except tf.errors.OpError as error:
                 if self._learner.stop_compiling(error):
                     self._prepare_run()
@@ -267,7 +284,9 @@ class MirroredExecutor(Executor):
 
         Only from memory: a batch on disk may be damaged, and perhaps no step needs it.
         """
-        return self._has_gpus and self._feed.is_in_memory
+        local = self._learner.local_steps
+        is_timed = local is not None and local.every_secs > 0  # The next batch is not known then.
+        return self._has_gpus and self._feed.is_in_memory and not is_timed
 
     @override
     def return_to_complete_step(self) -> Reached | None:

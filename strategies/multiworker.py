@@ -25,11 +25,12 @@ from data.system.compat.autograph import no_autograph
 from data.system.compat.collective_abort import abort_collectives
 from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
-from strategies.base import Tensor
+from strategies.base import Batch, Tensor
 from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
+from strategies.division import Division, parts_of
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
@@ -100,6 +101,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         self.is_chief = cluster.is_chief
         self.peers = WorkerPeers(cluster, processes, self._has_trained)
         self._transfer = transfer
+        self._division: Division | None = None  # Of local steps that are counted by time.
         # Seconds of this worker from its last gradient to the last sum, in all steps so far.
         self._waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         self._waited_before = 0.0
@@ -231,7 +233,53 @@ class MultiWorkerExecutor(MirroredExecutor):
         return [int(n) for n in gathered]
 
     @override
+    def _prepare_run(self) -> None:
+        super()._prepare_run()
+        local = self._learner.local_steps
+        if local and local.every_secs:
+            self._division = Division(local.every_secs, len(self._cluster.trainers))
+            self._sum_in_graph = tf.function(self._sum_over_replicas)
+
+    @override
+    def _sizes_of_rounds(self, num_steps: int) -> list[int]:
+        local, division = self._learner.local_steps, self._division
+        if local is None or division is None:
+            return super()._sizes_of_rounds(num_steps)
+        left = local.last_step - int(self._learner.step.numpy())
+        return division.sizes(num_steps, left if left > 0 else math.inf)
+
+    @override
+    def _run_steps(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
+        """By time, this worker makes its part of a round of `num_steps` batches."""
+        division, rounds = self._division, self._rounds
+        if division is None or rounds is None:
+            return super()._run_steps(num_steps)
+        trainers, began = self._cluster.trainers, time.monotonic()
+        numbers, worker = division.of(num_steps), trainers.index(self._cluster.task)
+        own, num_lanes = numbers[worker], self._source.order.lanes // len(trainers)
+        lanes = [range(i * num_lanes, (i + 1) * num_lanes) for i in range(len(trainers))]
+        parts = parts_of(worker, numbers, self._next_batch_of_rounds, lanes)
+        totals, status, following = self._run_in_graph(
+            self._feed.take_parts(parts),
+            self._next_batch,
+            tf.constant(own, tf.int64),
+            self._own_status("run"),
+        )
+        for of_replica in self.strategy.experimental_local_results(totals):
+            of_replica.numpy()  # Waits for the steps, also on a GPU.
+        seconds = time.monotonic() - began
+        rates = tf.one_hot(worker, len(trainers), own / seconds, dtype=tf.float64)
+        summed, joined = self._sum_in_graph(totals, tf.concat([status, rates], axis=0))
+        self.stopwatch.carve("sum wait", time.monotonic() - began - seconds)
+        rounds.weight = tf.constant(own / num_steps, tf.float32)
+        self._next_batch_of_rounds += num_steps
+        # Each replica of a worker has added the rate.
+        division.learn(joined.numpy()[2:] * len(trainers) / self.num_replicas)
+        return summed, joined[:2], following
+
+    @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        self._next_batch_of_rounds = self.position.next_batch
         with self._losses_explained("during a step"):
             finished = super()._run(num_steps)
         self._has_trained.set()

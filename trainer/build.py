@@ -68,23 +68,34 @@ def check_for_strategy(
             "which does not compute in float16. Type --config.precision=mixed_float16, or leave it "
             "out."
         )
-    if every := config.local_steps.every:
+    if chosen := config.local_steps.chosen:
         if strategy == "ps":
             raise ConfigError(
-                f"config.local_steps.every={every} needs workers that keep their own weights, but "
-                "under --strategy=ps all use those of the servers. Type --strategy=multiworker, or "
-                "leave it out."
+                f"{chosen} needs workers that keep their own weights, but under --strategy=ps all "
+                "use those of the servers. Type --strategy=multiworker, or leave it out."
             )
         if learner.loss_scale:
             raise ConfigError(
-                f"config.local_steps.every={every}: the model of {recipe.path} computes in "
-                "float16, where workers that train alone would have different scales of the loss. "
-                "Type --config.precision=mixed_bfloat16."
+                f"{chosen}: the model of {recipe.path} computes in float16, where workers that "
+                "train alone would have different scales of the loss. Type "
+                "--config.precision=mixed_bfloat16."
+            )
+        if (secs := config.local_steps.every_secs) and strategy == "mirrored":
+            raise ConfigError(
+                f"{chosen} is for workers of unequal speed, but the replicas of one process make "
+                "each step together. Type --config.local_steps.every_secs=0 "
+                "--config.local_steps.every=100, for example, or --strategy=multiworker."
             )
         learner.notes.append(
-            f"each replica trains alone for {every} steps (config.local_steps); reports, "
-            f"evaluations, checkpoints and the end are at multiples of {every}"
+            f"each worker trains alone for about {secs:g} s (config.local_steps); reports, "
+            "evaluations, checkpoints and the end come after an average; the weights depend on "
+            "the speed of the workers"
+            if secs
+            else f"each replica trains alone for {config.local_steps.every} steps "
+            "(config.local_steps); reports, evaluations, checkpoints and the end are at multiples "
+            f"of {config.local_steps.every}"
         )
+        learner.notes += _without_overlap(config)
     if config.complete_checkpoint_every > 1 and not learner.tables:
         raise ConfigError(
             f"config.complete_checkpoint_every={config.complete_checkpoint_every}: the model of "
@@ -101,6 +112,20 @@ def check_for_strategy(
             f"--read_dtype={read_dtype}: the Learner of {recipe.path} overrides `gradients`, and "
             "reads its variables itself. Leave the flag out."
         )
+
+
+def _without_overlap(config: Config) -> list[str]:
+    """Says which interval is so short that `local_steps.overlap` has no effect."""
+    every = config.local_steps.every
+    names = ("log_every_steps", "eval_every_steps", "checkpoint_every_steps")
+    intervals = {name: steps for name in names if 0 < (steps := getattr(config, name)) <= every}
+    if not config.local_steps.overlap or not intervals:
+        return []
+    name, steps = min(intervals.items(), key=lambda item: item[1])
+    return [
+        f"config.local_steps.overlap has no effect with config.{name}={steps}: replicas wait for a "
+        f"complete average there. Type --config.{name}={10 * every}, for example."
+    ]
 
 
 def check_standby(checkpointer: Checkpointer, path: str, every_steps: int) -> None:
@@ -167,6 +192,7 @@ def _options(config: Config, adopted: Adopted) -> Options:
     options = Options(
         jit_compile=config.jit_compile is True,
         marks_changed_rows=config.complete_checkpoint_every > 1,
+        last_step=config.train_steps,
     )
     for item in dataclasses.fields(StepOptions):
         ours, theirs = getattr(config, item.name), getattr(adopted.options, item.name)

@@ -143,7 +143,8 @@ class RunOptions:
         optimizer: A name in keras.optimizers, where the file has no build_optimizer.
         learning_rate: Given to that optimizer; `schedule` multiplies it.
         train_steps: The step at which training ends.
-        steps_per_call: The most steps in one call of the graph, between checks of the hooks.
+        steps_per_call: The most steps in one call of the graph, between checks of the hooks. With
+            local_steps.overlap a call ends only when a hook is due.
         log_every_steps: Progress, metrics.jsonl and TensorBoard scalars.
         eval_every_steps: Evaluation; 0 evaluates at the end only.
         checkpoint_every_steps: Checkpoints; 0 saves at the end only.

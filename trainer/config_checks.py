@@ -127,9 +127,9 @@ def check_replicas(config: Config, num_replicas: int) -> None:
             f"than the {smallest} examples it may have: batch_size={config.batch_size} on "
             f"{num_replicas} replica(s). Type --config.micro_batches={smallest}, or less."
         )
-    if lanes % num_replicas and (every := config.local_steps.every):
+    if lanes % num_replicas and (chosen := config.local_steps.chosen):
         raise ConfigError(
-            f"config.local_steps.every={every} needs replicas with equal shares of a batch. "
+            f"{chosen} needs replicas with equal shares of a batch. "
             f"Received: {num_replicas} replicas, and {lanes} lanes for batch_size="
             f"{config.batch_size}. Choose a --batch_size that {num_replicas} divides, and set "
             f"--config.data.lanes to a divisor of it that {num_replicas} divides."
@@ -157,6 +157,14 @@ def _check_bounds(values: Mapping[str, Any]) -> None:
 def _check_options(config: Config) -> None:
     config.schedule.check()
     config.clip.check()
+    config.local_steps.check()
+    if config.deterministic and (secs := config.local_steps.every_secs):
+        raise ConfigError(
+            f"config.local_steps.every_secs={secs:g} divides the steps by the speed of the "
+            "workers, which no run repeats, but config.deterministic asks for equal bits in each "
+            "run. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, or leave "
+            "deterministic out."
+        )
     if config.early_stopping.patience and not config.eval_every_steps:
         raise ConfigError(
             f"config.early_stopping.patience={config.early_stopping.patience} counts evaluations, "

@@ -142,7 +142,8 @@ def train_recovering(
     steps, most_recoveries = config.train_steps, config.recover_from_nan
     while True:
         try:
-            per_call = config.steps_per_call
+            # Sums overlap within a call only; hooks say when it must end.
+            per_call = steps if config.local_steps.overlap else config.steps_per_call
             return train(executor, learner, hooks, steps=steps, steps_per_call=per_call)
         except NonFiniteLossError as error:
             num_recoveries = len(executor.position.skipped)

@@ -3,11 +3,13 @@
 import json
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.runs import (
+    NUM_NUMBERED,
     TOPOLOGIES,
     Run,
     largest_difference,
@@ -109,6 +111,22 @@ def test_another_number_of_replicas_resumes(flags: tuple[str, ...], tmp_path: Pa
     assert first.result["step"] == 200
     alone = (*of_one_process(flags), "--train_steps=240")
     assert train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *alone).result["step"] == 240
+
+
+def test_a_slow_worker_makes_fewer_steps_and_each_example_comes_once_an_epoch(
+    numbered: Path, tmp_path: Path
+) -> None:
+    config = "--config=tests/cluster/configs/uneven.py"
+    flags = (config, f"--data_dir={numbered}", "--config.local_steps.every_secs=1")
+    run = train(MULTIWORKER, tmp_path / "run", *flags, env={"TRAINED": str(tmp_path / "trained")})
+    fast, slow = ((tmp_path / f"trained.{i}").read_text().splitlines() for i in (0, 1))
+    # A step is a batch over both workers.
+    assert (run.result["step"], len(fast) + len(slow)) == (150, 300)
+    # In the first two rounds, of 11 steps, both make as many.
+    assert 11 < len(slow) < 75
+    counts = Counter(int(number) for step in (*fast, *slow) for number in step.split())
+    assert set(counts.values()) == {150 * 32 // NUM_NUMBERED}
+    assert len(counts) == NUM_NUMBERED
 
 
 def of_one_process(flags: tuple[str, ...]) -> list[str]:

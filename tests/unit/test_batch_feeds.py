@@ -60,6 +60,11 @@ class Fed:
         parts = [self._run(self.feed.take(n), tf.constant(n, tf.int64)) for n in calls]
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
+    def take_parts(self, parts: Sequence[pipeline.Part]) -> list[np.ndarray]:
+        """As `take`, of one call."""
+        num_batches = sum(count or 0 for _, count, _ in parts)
+        return list(self._run(self.feed.take_parts(parts), tf.constant(num_batches, tf.int64)))
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -75,6 +80,27 @@ def test_batches_are_those_of_the_order_from_anywhere(
             inputs, labels = Fed(reader, first_batch, lanes).take(CALLS)
             assert np.array_equal(labels, reader.order.records(first_batch, sum(CALLS), lanes))
             assert np.array_equal(inputs[..., 0] * 2, labels)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_parts_have_other_lanes_and_may_leave_batches_out(
+    split: records.Split, cache_bytes: int, is_remote: bool
+) -> None:
+    if is_remote:
+        split = records.open_split(copy_to_ram(split, f"parts{cache_bytes}"), "train")
+    reader = dataclasses.replace(make_reader(split), cache_bytes=cache_bytes)
+    own, other, third = range(2), range(2, 4), range(4, 6)
+    fed = Fed(reader, 58, own)
+    for parts in (
+        [(58, 3, own)],  # Continues.
+        [(61, 4, own)],
+        [(65, 2, own), (66, 1, other), (65, 2, third)],
+        [(67, 5, own)],
+        [(80, 1, own), (81, 70, other)],
+    ):
+        labels = fed.take_parts([pipeline.Part(*part) for part in parts])[1]
+        expected = [reader.order.records(*part) for part in parts]
+        assert np.array_equal(labels, np.concatenate(expected))
 
 
 def test_seeds_and_augmented_examples_are_the_same_from_memory(split: records.Split) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.deep import GRADIENT_BYTES, build_model
+from benchmarks.deep import GRADIENT_BYTES, build_model, get_config
 from benchmarks.pairs import is_met, rate_of, steady, summarise, turns
 from benchmarks.peers.common import batches_of
 from benchmarks.table import ProgramError
 from tests.unit.benchmark_modules import imported
-from trainer.config import Config
 
 network = imported("benchmarks.network")
 gpu = imported("benchmarks.gpu")
@@ -82,7 +81,7 @@ def test_peers_batches_are_whole() -> None:
 
 
 def test_bytes_of_a_step_need_their_time_on_the_busiest_link() -> None:
-    assert 4 * build_model(Config()).count_params() == GRADIENT_BYTES
+    assert 4 * build_model(get_config()).count_params() == GRADIENT_BYTES
     secs = pytest.approx(GRADIENT_BYTES / 62.5e6)
     assert network.Setting("500mbit", 1, 2).transfer_secs("program") == secs
     assert network.Setting("2gbit", 1, 2).transfer_secs("program") * 4 == secs

@@ -381,13 +381,13 @@ def test_memory_of_a_ps_counts_the_copies_of_standby() -> None:
 @pytest.mark.parametrize(
     ("mb_per_sec", "local_steps", "said"),
     [
-        (1000.0, 0, "the gradients of a step need 0.054 s of this network\n"),
-        (12.5, 0, "need 4.3 s of this network. If a step computes for less time, try --conf"),
-        (12.5, 50, "the weights of an average need 4.3 s of this network, once in 50 steps"),
+        (1000.0, "", "the gradients of a step need 0.054 s of this network\n"),
+        (12.5, "", "need 4.3 s of this network. If a step computes for less time, try --conf"),
+        (12.5, "config.local_steps.every=50", "need 4.3 s of this network; the run has config.lo"),
     ],
 )
 def test_time_of_a_sum_is_that_of_the_measured_network(
-    mb_per_sec: float, local_steps: int, said: str
+    mb_per_sec: float, local_steps: str, said: str
 ) -> None:
     reports = healthy()
     plan = dict.fromkeys(

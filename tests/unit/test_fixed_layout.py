@@ -167,7 +167,7 @@ def reader_of(directory: Path, examples: list[bytes], parse: ExampleParse) -> Re
 
 def forms(reader: Reader, num_batches: int) -> list[str]:
     """In which form each group was read."""
-    groups = DiskReader(reader)._blocks(0, num_batches, range(5), lambda first, count: {})
+    groups = DiskReader(reader)._blocks(0, num_batches, range(5), lambda *_: {})
     names = ("frames", "serialized", "unread")
     return [next(n for n in names if n in group and group[n].size) for group in groups]
 

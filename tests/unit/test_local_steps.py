@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from strategies.base import read_now
 from strategies.gpus import DeviceError
+from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from strategies.step_errors import DataFaultError
@@ -27,12 +29,15 @@ from trainer.config_checks import check, check_replicas
 from trainer.embeddings import ShardedEmbedding
 from trainer.inputs import batch_at
 from trainer.learner import Learner
+from trainer.resume import train_recovering
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import LocalStepsConfig, Options
 
 EVERY = 3
 RATE = 0.1
+PLAIN = LocalStepsConfig(EVERY)
 OUTER = LocalStepsConfig(EVERY, outer_learning_rate=0.7, outer_momentum=0.9)
+BY_TIME = LocalStepsConfig(every_secs=30)
 
 Weights = list[npt.NDArray[Any]]
 
@@ -144,6 +149,46 @@ def test_outer_step_is_nesterov_momentum_of_the_mean_change(tmp_path: Path) -> N
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_mean_is_weighted_by_what_each_replica_has_done(tmp_path: Path, overlap: bool) -> None:
+    training = Training(tmp_path / "data", dataclasses.replace(PLAIN, overlap=overlap))
+    of_weights = (1.5, 0.5)
+    rounds, strategy = training.executor._rounds, training.executor.strategy
+    assert rounds is not None
+    rounds.weight = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(of_weights[context.replica_id_in_sync_group])
+    )
+    starts = training.weights()
+    average, in_flight = starts, [0 * weight for weight in starts]
+    of_replicas = [starts, starts]
+    for first in (0, EVERY):
+        before, of_replicas = of_replicas, round_alone(training, first, of_replicas)
+        changes = [
+            [new - old for new, old in zip(*pair, strict=True)]
+            for pair in zip(of_replicas, before, strict=True)
+        ]
+        mean = [
+            (1.5 * one + 0.5 * other) / 2 for one, other in zip(changes[0], changes[1], strict=True)
+        ]
+        if not overlap:
+            average = [old + change for old, change in zip(average, mean, strict=True)]
+            of_replicas = [average, average]
+            continue
+        average = [old + change for old, change in zip(average, in_flight, strict=True)]
+        in_flight = mean
+        of_replicas = [
+            [old + change for old, change in zip(average, own, strict=True)] for own in changes
+        ]
+    if overlap:
+        average = [old + change for old, change in zip(average, in_flight, strict=True)]
+    training.executor.run(2 * EVERY)
+    for found, expected in zip(training.weights(), average, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    for one, other in zip(*training.copies(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert int(training.learner.step.numpy()) == 2 * EVERY
+
+
 def test_mean_after_each_step_of_sgd_is_the_step_of_the_batch(tmp_path: Path) -> None:
     each = LocalStepsConfig(1, outer_learning_rate=1.0, outer_momentum=0.0)
     local, summed = Training(tmp_path / "a", each), Training(tmp_path / "b", LocalStepsConfig())
@@ -234,6 +279,45 @@ def test_overlapped_average_has_the_changes_of_the_round_before(tmp_path: Path) 
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize(("overlap", "sizes"), [(True, [4 * EVERY]), (False, [2] * 4)])
+def test_sums_overlap_whatever_steps_per_call_is(
+    overlap: bool, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dataclasses.replace(PLAIN, overlap=overlap)
+    training, no_checkpointer = Training(tmp_path / "a", options), cast(Any, None)
+    executor, run = training.executor, training.executor.run
+    asked: list[int] = []
+
+    def run_and_note(num_steps: int) -> Metrics:
+        asked.append(num_steps)
+        return run(num_steps)
+
+    monkeypatch.setattr(executor, "run", run_and_note)
+    config = Config(train_steps=4 * EVERY, steps_per_call=2, local_steps=options)
+    order = training.reader.order
+    train_recovering(executor, training.learner, no_checkpointer, [], order, config)
+    assert asked == sizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "no effect with config.log_every_steps=100: .*Type --config.log_every_steps=1500"),
+        ({"log_every_steps": 151, "checkpoint_every_steps": 0}, ""),
+        ({"log_every_steps": 300, "eval_every_steps": 150}, "no effect with config.eval_every_st"),
+    ],
+)
+def test_it_is_said_if_reports_leave_nothing_to_overlap(
+    changes: Mapping[str, Any], said: str
+) -> None:
+    options = LocalStepsConfig(every=150, overlap=True)
+    recipe = Recipe("file.py", Config(local_steps=options, **changes), build_normalised_model)
+    learner = build_learner(recipe)
+    check_for_strategy(learner, recipe, strategy="multiworker", num_workers=2, read_dtype="float32")
+    found = [note for note in learner.notes if "overlap" in note]
+    assert re.search(said, found[0]) if said else not found
+
+
 def test_after_an_error_between_two_averages_the_state_is_that_of_the_first(tmp_path: Path) -> None:
     training = Training(tmp_path / "a", OUTER, last_step=2 * EVERY + 1)
     executor, step = training.executor, training.learner.step
@@ -294,6 +378,41 @@ def test_what_cannot_train_alone_is_refused(
         )
 
 
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (
+            "mirrored",
+            "unequal speed.*Type --config.local_steps.every_secs=0 --config.local_steps.e",
+        ),
+        ("ps", "Type --strategy=multiworker"),
+    ],
+)
+def test_steps_by_time_are_for_multiworker(strategy: str, message: str) -> None:
+    recipe = Recipe(
+        "file.py", Config(local_steps=BY_TIME, batch_size=BATCH), build_normalised_model
+    )
+    with pytest.raises(ConfigError, match=r"config\.local_steps\.every_secs=30.*" + message):
+        check_for_strategy(
+            build_learner(recipe), recipe, strategy=strategy, num_workers=2, read_dtype="float32"
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"local_steps": LocalStepsConfig(EVERY, every_secs=30)}, "one of every and every_secs"),
+        ({"local_steps": BY_TIME, "deterministic": True}, "every_secs=0 .*=100, or leave determ"),
+        ({"local_steps": LocalStepsConfig(every_secs=-1.0)}, "every_secs must be 0 or more"),
+    ],
+)
+def test_what_does_not_fit_steps_by_time_is_refused(
+    changes: Mapping[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(Config(**changes))
+
+
 def test_unequal_shares_of_a_batch_are_refused() -> None:
     config = Config(local_steps=OUTER, batch_size=8)
     check_replicas(config, 2)
@@ -308,7 +427,7 @@ def test_a_table_is_refused() -> None:
         return keras.Model(inputs, keras.layers.Dense(CLASSES)(found))
 
     recipe = Recipe("file.py", Config(local_steps=OUTER), build_model_with_table)
-    with pytest.raises(ConfigError, match=r"Use --config\.local_steps\.every=0"):
+    with pytest.raises(ConfigError, match="Use sums in each step"):
         build_learner(recipe)
 
 

@@ -234,7 +234,7 @@ def _plan(
         "variable_bytes": variable_bytes,
         "slots": slots_included(found.groups),
         "gradient_bytes": gradient_bytes,
-        "local_steps": config.local_steps.every,
+        "local_steps": config.local_steps.chosen,
         "first_step": (found.saved.step if found.saved else 0) + 1,
         "last_step": config.train_steps,
         # One more while the next checkpoint is written, and the best one.

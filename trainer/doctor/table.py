@@ -139,9 +139,8 @@ def _all_reduce(measured: Json, plan: Json | None) -> list[str]:
 def _sum_of_step(secs: float, plan: Json) -> str:
     """Returns how long the sum of a step's gradients takes, and what to type if that is long."""
     shown = f"{secs:,.0f}" if secs >= 10 else f"{secs:.2g}"
-    if plan["local_steps"]:
-        every = f"{plan['local_steps']:,} steps (config.local_steps.every)"
-        return f"the weights of an average need {shown} s of this network, once in {every}"
+    if chosen := plan["local_steps"]:
+        return f"the weights of an average need {shown} s of this network; the run has {chosen}"
     text = f"the gradients of a step need {shown} s of this network"
     if secs < _LONG_SUM_SECS:
         return text

@@ -393,6 +393,13 @@ def check_sizes(recipe: Recipe, num_workers: int, num_ps: int) -> None:
             "--deterministic: the steps of ps depend on which workers are fast, unless each step "
             "sums the gradients of all. Add --sync_replicas, without --replicas_to_aggregate."
         )
+    secs, limit = recipe.config.local_steps.every_secs, flags.STALL_TIMEOUT_SECS.value
+    if limit and secs > limit / 2:
+        raise ConfigError(
+            f"config.local_steps.every_secs={secs:g}: tasks show progress after each average, and "
+            f"without progress it ends after --stall_timeout_secs={limit:g}. Type "
+            f"--stall_timeout_secs={4 * secs:g}, or an every_secs of at most {limit / 2:g}."
+        )
     if flags.STRATEGY.value == "multiworker":
         Transfer(**flags.values_of(Transfer)).check_between_workers(num_workers)
     if num_ps and (flags.NUM_GPUS.value or 0) > 1:

@@ -141,9 +141,11 @@ class Learner:
         self._update = Update(optimizer, variables, options, rate_factor, change)
         self.loss_scale = self._update.loss_scale
         self.local_steps: LocalSteps | None = None
-        if options.local_steps.every:
+        if options.local_steps.chosen:
             others = self._changed_besides()
-            self.local_steps = LocalSteps(options.local_steps, self.variables, others)
+            self.local_steps = LocalSteps(
+                options.local_steps, self.variables, others, options.last_step
+            )
         self._differentiation = Differentiation(
             variables,
             self.objective,

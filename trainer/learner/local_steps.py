@@ -12,6 +12,10 @@ that of torch.optim.SGD with nesterov=True):
     m <- outer_momentum * m + D
     w <- w_before + outer_learning_rate * (D + outer_momentum * m)
 
+With `every_secs` workers make unequal numbers of steps. D is then weighted by these numbers: the
+changes of a replica are multiplied by its number of steps / the mean number, before they are summed
+(strategies/local_rounds.py). The step counter is set to the mean number.
+
 Other variables with decimals, such as the optimizer's slots, moving averages and moving statistics,
 change by the mean. So all replicas are equal after an average of all variables, which reports,
 evaluations and checkpoints come after: a checkpoint holds one state, and a run may continue on
@@ -31,11 +35,13 @@ class LocalSteps:
     """The outer step.
 
     Attributes:
+        every_secs: About the time from one average to the next; 0 if steps are counted.
+        last_step: Rounds by time end here at the latest; 0 if it is not known.
         overlaps: True if a sum may be in flight while the next steps compute.
         weights: The trained variables.
         others: Other variables with decimals that replicas change alone, each its own copy.
         momenta: `m` of each weight; empty if the outer momentum is 0.
-        counters: Other variables that a step changes, by the same on all replicas.
+        counters: Whole numbers that each step changes by the same.
     """
 
     def __init__(
@@ -43,8 +49,10 @@ class LocalSteps:
         options: LocalStepsConfig,
         trained: Sequence[tf.Variable],
         others: Sequence[tf.Variable],
+        last_step: int = 0,
     ) -> None:
         """Creates `momenta`. `others` are all variables that a step changes besides `trained`."""
+        self.every_secs, self.last_step = options.every_secs, last_step
         self.overlaps = options.overlap
         self.weights = list(trained)
         self.others = [v for v in others if v.dtype.is_floating]
@@ -55,7 +63,7 @@ class LocalSteps:
         self._options = options
 
     def rounds(self, step: int, num_steps: int) -> list[int]:
-        """Returns the numbers of steps up to each average, from `step` on.
+        """Returns the numbers of steps up to each average, from `step` on, by `every`.
 
         The last average is the first one after `num_steps` steps.
         """

@@ -51,7 +51,7 @@ _TABLE: Sequence[_Row] = (
     ),
     _Row(
         lambda layer: getattr(layer, "synchronized", False),
-        lambda use: use.config.local_steps.every > 0,
+        lambda use: use.config.local_steps.chosen != "",
         "is synchronized=True: it communicates in each step, but with config.local_steps replicas "
         "train alone. Leave one of them out.",
     ),

@@ -242,9 +242,13 @@ class LossScaleConfig:
     growth_steps: int = at_least(1, 2000)
 
 
+# What the other fields of LocalStepsConfig need.
+_LOCAL_STEPS = (("local_steps.every", "local_steps.every_secs"), "local_steps.every=100")
+
+
 @dataclass
 class LocalStepsConfig:
-    """Replicas train alone for `every` steps, then average; for slow networks.
+    """Replicas train alone for some steps, then average; for slow networks.
 
     See trainer/learner/local_steps.py for the formula (Douillard et al., "DiLoCo: Distributed
     Low-Communication Training of Language Models", 2023). The defaults are the plain mean. DiLoCo
@@ -252,19 +256,33 @@ class LocalStepsConfig:
 
     Attributes:
         every: The number of steps from one average to the next; 0 sums the gradients of each step.
+        every_secs: In its place, about the time from one average to the next, for workers of
+            unequal speed: each makes as many of the steps as it can, and the mean is weighted by
+            their numbers.
         outer_learning_rate: The factor of the mean change of the weights.
         outer_momentum: That of Nesterov's momentum of the mean change; 0 has none.
-        overlap: Sums the changes while the next `every` steps compute; each average comes so late.
+        overlap: Sums the changes while the next steps compute; each average comes so late.
     """
 
     every: int = at_least(0, 0)
-    outer_learning_rate: float = number(
-        1.0, ABOVE_0, needs=(("local_steps.every",), "local_steps.every=100")
-    )
-    outer_momentum: float = number(
-        0.0, BELOW_1, needs=(("local_steps.every",), "local_steps.every=100")
-    )
-    overlap: bool = option(False, needs=(("local_steps.every",), "local_steps.every=100"))
+    every_secs: float = number(0.0, AT_LEAST_0)
+    outer_learning_rate: float = number(1.0, ABOVE_0, needs=_LOCAL_STEPS)
+    outer_momentum: float = number(0.0, BELOW_1, needs=_LOCAL_STEPS)
+    overlap: bool = option(False, needs=_LOCAL_STEPS)
+
+    @property
+    def chosen(self) -> str:
+        """The field that switches local steps on, with its value; empty if they are off."""
+        names = [name for name in ("every", "every_secs") if getattr(self, name)]
+        return " ".join(f"config.local_steps.{name}={getattr(self, name):g}" for name in names)
+
+    def check(self) -> None:
+        """Raises ConfigError if both fields are set that say when to average."""
+        if self.every and self.every_secs:
+            raise ConfigError(
+                f"config.local_steps takes one of every and every_secs. Received: {self}. Type "
+                "--config.local_steps.every=0, for example."
+            )
 
 
 @dataclass
@@ -327,7 +345,7 @@ class StepOptions:
     ema: EmaConfig = group(EmaConfig, with_tables="no moving average")
     loss_scale: LossScaleConfig = group(LossScaleConfig)
     local_steps: LocalStepsConfig = group(
-        LocalStepsConfig, with_tables="--config.local_steps.every=0"
+        LocalStepsConfig, with_tables="sums in each step: leave it out"
     )
 
 
@@ -338,10 +356,12 @@ class Options(StepOptions):
     Attributes:
         jit_compile: XLA compiles a replica's gradient.
         marks_changed_rows: Of tables, for checkpoints that have only these rows.
+        last_step: The end of training; 0 if it is not known.
     """
 
     jit_compile: bool = False
     marks_changed_rows: bool = False
+    last_step: int = 0
 
 
 def matching(name: str, pattern: str, paths: Sequence[str]) -> list[bool]:
