@@ -4,6 +4,7 @@ import datetime
 import decimal
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -307,6 +308,23 @@ def test_integers_beyond_int64_are_text_as_in_csv(
     found = read(parquet(tmp_path / "a.parquet", tmp_path / "out"))
     assert set(found["x"]) == {b"1", b"18446744073709551615"}
     assert "row 1: column x is text, because a number would change" in capsys.readouterr().err
+
+
+def test_progress_is_said_while_types_are_found_and_rows_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.prepare.progress._LINE_ROWS", 200)
+    table = {"x": np.arange(300)}
+    write(tmp_path / "a.parquet", table, row_group_size=150)
+    pd.DataFrame(table).to_csv(tmp_path / "a.csv", index=False)
+    for kind, total in (("parquet", " of 300"), ("csv", "")):
+        path = tmp_path / f"a.{kind}"
+        prepare(f"{kind}:x", str(tmp_path / kind), str(path))
+        said = capsys.readouterr().err.splitlines()
+        assert any(
+            re.fullmatch(rf".*{path.name}, types: [23]00{total} rows", line) for line in said
+        )
+        assert any(re.fullmatch(r"train: 200 of 2\d\d examples", line) for line in said)
 
 
 @pytest.fixture
