@@ -4,13 +4,15 @@
 
 Prints Markdown. JPEGs of 500 x 375 pixels on average, of different sizes and with the spectrum of
 photographs, become shuffled batches of random resized crops, uint8 [32, 224, 224, 3], half of
-them mirrored. Each pipeline is a process of its own on the same core; they take turns in each
-round, and are stopped between their turns. Rates are those of CPU time: other programs on the
-machine change them little. A figure is the median of all rounds, with minimum and maximum. The
-other Python may have PyTorch with torchvision, grain, or both; what it lacks is left out.
+them mirrored; --scale=4 makes the photographs 4 times larger. Each pipeline is a process of its own
+on the same core; they take turns in each round, and are stopped between their turns. Rates are
+those of CPU time: other programs on the machine change them little. A figure is the median of all
+rounds, with minimum and maximum. The other Python may have PyTorch with torchvision, grain, or
+both; what it lacks is left out.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import statistics
@@ -28,7 +30,7 @@ from absl import app, flags
 from benchmarks.peers.image_loaders import BATCH, PEERS, SIZE, answer_turns
 from benchmarks.table import machine
 from data.disk_reader import DiskReader
-from data.images import random_resized_crops
+from data.images import _TRIES, _random_boxes, random_resized_crops
 from data.order import Order
 from data.prepare.writing import write_shards
 from data.reader import Batch, Reader
@@ -40,6 +42,7 @@ from trainer.config import DataConfig
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds to measure.")
 _TORCH = flags.DEFINE_string("peer_python", None, "A Python with torchvision, grain or both.")
 _EXAMPLES = flags.DEFINE_integer("num_photographs", 400, "JPEGs to write and read.")
+_SCALE = flags.DEFINE_integer("scale", 1, "Makes the photographs this many times larger.")
 _PIPELINE = flags.DEFINE_string("pipeline", None, "Internal: the pipeline of this process.")
 _DIRECTORY = flags.DEFINE_string("images_dir", None, "Internal: where the images are.")
 
@@ -60,11 +63,11 @@ def photograph(random: np.random.Generator, height: int, width: int) -> Any:
     return tf.cast(tf.clip_by_value(pixels + 128, 0, 255), tf.uint8)
 
 
-def write_images(directory: Path, number: int) -> int:
+def write_images(directory: Path, number: int, scale: int = 1) -> int:
     """Writes the same JPEGs as files and as TFRecord; returns their mean size in bytes."""
     random, examples, sizes = np.random.default_rng(0), [], []
     for index in range(number):
-        height, width = (int(side) for side in random.integers([300, 400], [450, 600]))
+        height, width = (scale * int(side) for side in random.integers([300, 400], [450, 600]))
         if index % 4 == 0:
             height, width = width, height
         encoded = tf.io.encode_jpeg(photograph(random, height, width), quality=92).numpy()
@@ -102,7 +105,8 @@ def _records(directory: Path) -> tf.data.Dataset:
     return tf.data.TFRecordDataset(paths).shuffle(256).repeat()
 
 
-def _crop(image: tf.Tensor) -> tf.Tensor:
+def _usual_crop(image: tf.Tensor) -> tf.Tensor:
+    """As in programs for ImageNet: heights are uniform, and areas are 39% on average."""
     begin, sides, _ = tf.image.sample_distorted_bounding_box(
         tf.image.extract_jpeg_shape(image),
         tf.zeros([1, 0, 4]),
@@ -115,12 +119,20 @@ def _crop(image: tf.Tensor) -> tf.Tensor:
     return tf.image.decode_and_crop_jpeg(image, window, channels=3)
 
 
-def by_hand(directory: Path) -> tf.data.Dataset:
-    """tf.data as in programs for ImageNet: only the crop is decoded."""
+def _same_crop(image: tf.Tensor) -> tf.Tensor:
+    """Drawn as by this program and by torchvision: areas are uniform, 43% on average."""
+    sizes = tf.image.extract_jpeg_shape(image)[tf.newaxis, :2]
+    boxes = _random_boxes(sizes, tf.random.uniform([1, 4 * _TRIES]))
+    window = tf.concat([boxes.y, boxes.x, boxes.height, boxes.width], 0)
+    return tf.image.decode_and_crop_jpeg(image, window, channels=3)
+
+
+def by_hand(crop: Callable[[tf.Tensor], tf.Tensor], directory: Path) -> tf.data.Dataset:
+    """tf.data as programs usually have it: only the crop is decoded."""
 
     def load(record: tf.Tensor) -> Batch:
         example = tf.io.parse_single_example(record, _SPEC)
-        pixels = tf.image.resize(_crop(example["image"]), [SIZE, SIZE])
+        pixels = tf.image.resize(crop(example["image"]), [SIZE, SIZE])
         pixels = tf.image.random_flip_left_right(pixels)
         return tf.cast(pixels, tf.uint8), example["label"]
 
@@ -129,11 +141,11 @@ def by_hand(directory: Path) -> tf.data.Dataset:
 
 
 def decoder_alone(directory: Path) -> tf.data.Dataset:
-    """Decodes such crops, and does nothing else with them."""
+    """Decodes crops that are drawn as by this program, and does nothing else with them."""
 
     def load(record: tf.Tensor) -> Batch:
         example = tf.io.parse_single_example(record, _SPEC)
-        return _crop(example["image"])[:1, :1], example["label"]
+        return _same_crop(example["image"])[:1, :1], example["label"]
 
     examples = _records(directory).map(load, num_parallel_calls=_AUTOTUNE)
     return examples.batch(BATCH, drop_remainder=True).prefetch(_AUTOTUNE)
@@ -141,7 +153,8 @@ def decoder_alone(directory: Path) -> tf.data.Dataset:
 
 PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
     "this program": ours,
-    "tf.data by hand": by_hand,
+    "tf.data by hand, crops of equal area": functools.partial(by_hand, _same_crop),
+    "tf.data by hand, smaller crops": functools.partial(by_hand, _usual_crop),
     "decode_and_crop_jpeg alone": decoder_alone,
 }
 
@@ -201,7 +214,7 @@ def main(argv: Sequence[str]) -> None:
         answer_turns(lambda: next(batches))
         return
     with tempfile.TemporaryDirectory() as directory:
-        mean_bytes = write_images(Path(directory), _EXAMPLES.value)
+        mean_bytes = write_images(Path(directory), _EXAMPLES.value, _SCALE.value)
         print(f"{machine()}; {_ROUNDS.value} rounds; load {os.getloadavg()[0]:.1f} of others\n")
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # Of the children, too.
         loaders = dict(_loaders(directory))

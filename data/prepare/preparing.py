@@ -18,6 +18,7 @@ from pathlib import Path
 
 from data.prepare import origin, writing
 from data.prepare.catalog import bare_name, check, file_of, files_read, open_source
+from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, SourceSplit, rewrite
 from data.system import files, object_store
 from data.system.cores import num_cores
@@ -28,8 +29,6 @@ from data.tfrecord.crc import FRAME_BYTES
 
 _INFO = "dataset_info.json"  # Marks a directory as complete.
 _SHARD_BYTES = 128 << 20
-_REPORT_EXAMPLES = 100_000
-_REFRESH_EXAMPLES = 256
 _MAX_PROCESSES = 8
 _SHOWN_CHANGES = 5
 # Never a command that removes the directory: it may hold files that this program did not write.
@@ -249,7 +248,7 @@ def _write(source: Source, data_dir: str) -> None:
     files.make_dirs(data_dir)
     splits = []
     for split_name, split in sorted(source.splits.items()):
-        with _reported(split_name, split.num_examples) as report:
+        with progress(split_name, split.num_examples, "examples") as report:
             written = writing.write_split(
                 split.examples,
                 data_dir,
@@ -260,6 +259,8 @@ def _write(source: Source, data_dir: str) -> None:
                 min(num_cores(), _MAX_PROCESSES),
                 report,
             )
+        if not sys.stderr.isatty():  # The bar says it.
+            _say(f"{split_name}: {split.num_examples:,} examples")
         num_bytes = sum(s.num_bytes - FRAME_BYTES * s.num_records for s in written.shards)
         splits.append(
             {
@@ -274,34 +275,6 @@ def _write(source: Source, data_dir: str) -> None:
     texts = {**source.files, _INFO: json.dumps(info, indent=2) + "\n"}
     for file_name, text in texts.items():
         files.replace_file(files.join(data_dir, file_name), text.encode())
-
-
-@contextlib.contextmanager
-def _reported(split: str, total: int) -> Iterator[Callable[[int], None]]:
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import Progress
-
-        # auto_refresh would start a thread, and the processes that write are forked later.
-        with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
-            task = progress.add_task(split, total=total)
-
-            def advance(count: int) -> None:
-                if count % _REFRESH_EXAMPLES == 0 or count == total:
-                    progress.update(task, completed=count, refresh=True)
-
-            yield advance
-        return
-    last_said = 0
-
-    def say(count: int) -> None:
-        nonlocal last_said
-        if count >= last_said + _REPORT_EXAMPLES:
-            last_said = count
-            _say(f"{split}: {count:,} of {total:,} examples")
-
-    yield say
-    _say(f"{split}: {total:,} examples")
 
 
 def _num_shards(split: SourceSplit) -> int:

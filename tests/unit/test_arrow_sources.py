@@ -4,6 +4,7 @@ import datetime
 import decimal
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -309,6 +310,23 @@ def test_integers_beyond_int64_are_text_as_in_csv(
     assert "row 1: column x is text, because a number would change" in capsys.readouterr().err
 
 
+def test_progress_is_said_while_types_are_found_and_rows_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.prepare.progress._LINE_ROWS", 200)
+    table = {"x": np.arange(300)}
+    write(tmp_path / "a.parquet", table, row_group_size=150)
+    pd.DataFrame(table).to_csv(tmp_path / "a.csv", index=False)
+    for kind, total in (("parquet", " of 300"), ("csv", "")):
+        path = tmp_path / f"a.{kind}"
+        prepare(f"{kind}:x", str(tmp_path / kind), str(path))
+        said = capsys.readouterr().err.splitlines()
+        assert any(
+            re.fullmatch(rf".*{path.name}, types: [23]00{total} rows", line) for line in said
+        )
+        assert any(re.fullmatch(r"train: 200 of 2\d\d examples", line) for line in said)
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[[str], Path]:
     """A function that writes the data set of a function in CONTAINERS."""
@@ -376,6 +394,59 @@ def test_text_in_views_is_that_of_other_text(tmp_path: Path) -> None:
         assert len(read(out)["x"]) < 40
         found.append(digest(out))
     assert found[1:] == found[:1] * 2
+
+
+_TEXT, _VIEW = pa.array(["a", "b"]), pa.array(["a", "b"], pa.string_view())
+_CODES = pa.array([0, 1, 1])
+_BIG = decimal.Decimal(10) ** 40
+_MAP, _PAIR = pa.map_(pa.string(), pa.int8()), pa.struct([("a", pa.int8())])
+_LISTS = (pa.list_, pa.large_list, lambda dtype: pa.list_(dtype, 1))
+
+
+@pytest.mark.parametrize(
+    ("column", "stored"),
+    [
+        *((pa.array(["a", "b", None], dtype), "text") for dtype in (pa.string_view(), pa.string())),
+        *(
+            (pa.array([b"a", b"b", None], dtype), "text")
+            for dtype in (pa.binary_view(), pa.binary(1))
+        ),
+        (pa.array(["a", "b", None], pa.large_string()), "text"),
+        *((pa.array([["a"]] * 3, of(pa.string_view())), "text [1]") for of in _LISTS),
+        (pa.array([[[b"a"]]] * 3, pa.list_(pa.list_(pa.binary_view()))), "text [1, 1]"),
+        (pa.array([[1], [2], [3]], pa.large_list(pa.int32())), "int32 [1]"),
+        (pa.DictionaryArray.from_arrays(_CODES, _TEXT), "text"),
+        (pa.DictionaryArray.from_arrays(_CODES, _VIEW), "text"),
+        (
+            pa.ListArray.from_arrays([0, 1, 2, 3], _TEXT.take(_CODES).dictionary_encode()),
+            "text [1]",
+        ),
+        (pa.array(np.array([0.5, 1, 2], np.float16)), "float32 of halffloat"),
+        (pa.array(np.arange(3) / 2).cast(pa.decimal256(50, 2)), "float64 of decimal256(50, 2)"),
+        (pa.array([_BIG, 1, 2], pa.decimal256(50, 0)), "text of decimal256(50, 0)"),
+        (pa.array([1, 2, 3], pa.duration("ms")), "int64 of duration[ms]"),
+        (pa.array([1, 2, 3], pa.time64("us")), "int64 of time64[us]"),
+        (pa.array([[("a", 1)]] * 3, _MAP), None),
+        (pa.array([{"a": 1}] * 3, _PAIR), None),
+        (pa.array([[{"a": 1}]] * 3, pa.list_(_PAIR)), None),
+        (pa.array([[1]] * 3, pa.list_view(pa.int8())), None),
+        (pa.array([(1, 2, 3)] * 3, pa.month_day_nano_interval()), None),
+        (pa.RunEndEncodedArray.from_arrays([1, 3], [1, 2]), None),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
+)
+def test_each_type_of_arrow_is_stored_by_a_rule_or_refused_with_its_name(
+    column: Any, stored: str | None
+) -> None:
+    table = pa.table({"x": column})
+    chunk = Chunk("a", 0, 3, table.schema, lambda names: table.select(names).to_batches())
+    if stored is None:
+        with pytest.raises(DataError, match=r"column x is .*, which a record cannot hold"):
+            arrow_source("x", "a", {"train": [chunk]}, {}, Options())
+        return
+    source = arrow_source("x", "a", {"train": [chunk]}, {}, Options())
+    assert source.notes[-1] == f"a: columns: x {stored}"
+    assert len([*source.splits["train"].examples(1, 3)]) == 2
 
 
 def test_dates_are_days_and_categories_have_the_type_of_their_values(tmp_path: Path) -> None:

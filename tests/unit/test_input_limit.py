@@ -1,6 +1,7 @@
 """A run that waits for input says so, with the rate of the data and the rate of the model."""
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from data.tfrecord.split import Split
 from strategies.base import Batch
 from strategies.pace import Pace
 from tests.unit.toy import BATCH, Toy, make_reader, parse
+from trainer.doctor.input_rate import input_lines
 from trainer.hooks.console import Console
 from trainer.hooks.input_limit import limit_of
 from trainer.hooks.report import Report
 from trainer.hooks.writers import Writer
+from trainer.inputs import Inputs
 from trainer.loop import train
 
 PARSE_SECS, STEP_SECS = 0.03, 0.015  # Of a batch: much more than all else, also on a busy machine.
@@ -126,3 +129,20 @@ def test_reports_count_with_their_time_and_nothing_is_said_of_what_is_not_known(
     ]
     limit = limit_of(reports)
     assert limit == (0.25, (800 + 8000) / 2, 8800 / 1.5)
+
+
+def test_doctor_says_the_rate_of_a_short_read_and_what_a_former_run_showed(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.doctor.input_rate._READ_SECS", 0.1)
+    reader = make_reader(split)
+    (line,) = input_lines(Inputs(reader, reader), str(tmp_path))
+    assert line.startswith("the input gives about ")
+    cached = dataclasses.replace(reader, cache_bytes=1 << 20)
+    assert not input_lines(Inputs(cached, cached), str(tmp_path))
+    waiting = {"step": 10, "split": "train", **REPORT, "loss": 1.0, "input_wait": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(waiting) + "\n")
+    (line,) = input_lines(Inputs(cached, cached), str(tmp_path))
+    limit = limit_of([waiting])
+    assert limit is not None
+    assert line == f"{tmp_path}: {limit.text}"

@@ -138,6 +138,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         num_gradient_buffers=cluster.num("worker") if is_sync else 0,
         has_standby=flags.PS_STANDBY.value > 0,
         makes_plan=is_alone or not (serves(cluster) or cluster.task.job == "evaluator"),
+        reads_input=is_alone and not flags.FLAGS["deadline_secs"].present,
     )
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
     wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)

@@ -49,6 +49,7 @@ class Settings(NamedTuple):
     num_gradient_buffers: int  # The gradients of each variable that a ps stores.
     has_standby: bool  # --ps_standby.
     makes_plan: bool  # False for a task that gets the config from its chief.
+    reads_input: bool = False  # Measures the input, which takes two seconds.
 
 
 def plan_in_child(
@@ -196,6 +197,7 @@ def _plan(
     from strategies.ps.placement import place
     from trainer.config import data_dir
     from trainer.config_checks import check_replicas
+    from trainer.doctor.input_rate import input_lines
     from trainer.preflight import preflight, slots_included
 
     config, num_ps = recipe.config, cluster.num("ps")
@@ -235,6 +237,7 @@ def _plan(
         "slots": slots_included(found.groups),
         "gradient_bytes": gradient_bytes,
         "local_steps": config.local_steps.chosen,
+        "input": input_lines(found.inputs, model_dir) if settings.reads_input else [],
         "first_step": (found.saved.step if found.saved else 0) + 1,
         "last_step": config.train_steps,
         # One more while the next checkpoint is written, and the best one.

@@ -65,7 +65,7 @@ def _plan(reports: Mapping[str, Json]) -> list[str]:
         f"steps {plan['first_step']:,} to {plan['last_step']:,} would be trained; the checkpoints "
         f"need {plan['disk_bytes']:,} bytes of disk",
     ]
-    return [*lines, *plan.get("placement", "").splitlines()]
+    return [*lines, *plan.get("input", []), *plan.get("placement", "").splitlines()]
 
 
 def _tasks(reports: Mapping[str, Json], cluster: Cluster) -> list[str]:

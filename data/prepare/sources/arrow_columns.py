@@ -40,7 +40,7 @@ _MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
 _LEAST_FLOAT32 = np.finfo(np.float32).smallest_normal
 _STORED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")  # Others become int64.
 _LIST_TYPES = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
-_VIEWS = (pa.string_view(), pa.binary_view())
+_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), *_VIEWS)
 
 
@@ -52,8 +52,7 @@ def family_of(dtype: pa.DataType) -> str:
         return family_of(dtype.storage_type)
     if isinstance(dtype, _LIST_TYPES):
         items = dtype.value_type
-        is_known = family_of(items) and items not in _VIEWS
-        return LISTS if is_known or pa.types.is_null(items) else ""
+        return LISTS if family_of(items) or pa.types.is_null(items) else ""
     if dtype in _TEXTS or pa.types.is_fixed_size_binary(dtype):
         return TEXT
     is_number = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal
@@ -77,10 +76,19 @@ def unit_of(dtype: pa.DataType) -> str:
 
 def without_views(array: pa.Array) -> pa.Array:
     """The array with other types of text in place of views, which Arrow cannot take or filter."""
-    dtype = array.type
-    if pa.types.is_string_view(dtype):
-        return array.cast(pa.large_string())
-    return array.cast(pa.large_binary()) if pa.types.is_binary_view(dtype) else array
+    if pa.types.is_dictionary(array.type) and array.type.value_type in _VIEWS:
+        return without_views(array.dictionary).take(array.indices)
+    dtype = _type_without_views(array.type)
+    return array if dtype == array.type else array.cast(dtype)
+
+
+def _type_without_views(dtype: pa.DataType) -> pa.DataType:
+    if not isinstance(dtype, _LIST_TYPES):
+        return _VIEWS.get(dtype, dtype)
+    items = dtype.value_field.with_type(_type_without_views(dtype.value_type))
+    if isinstance(dtype, pa.FixedSizeListType):
+        return pa.list_(items, dtype.list_size)
+    return pa.list_(items) if isinstance(dtype, pa.ListType) else pa.large_list(items)
 
 
 def plain(array: pa.Array) -> pa.Array:

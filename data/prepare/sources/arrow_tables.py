@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.numerals import NUMBER, TEXT
+from data.prepare.progress import progress
 from data.prepare.sources import DROP, Options, Source, joined, split_named
 from data.prepare.sources.arrow_columns import (
     LISTS,
@@ -131,7 +132,7 @@ def arrow_source(
         raise DataError(f"{path} has no rows.")
     names, notes = _names(path, tables, files, options)
     columns = _columns(path, chunks, names, options)
-    masks = _read_all(chunks, columns, options.split_column)
+    masks = _read_all(path, chunks, columns, options.split_column)
     for found in columns.values():
         found.finish(missing)
         notes += found.notes(path)
@@ -168,16 +169,20 @@ def arrow_source(
 
 
 def _read_all(
-    chunks: Sequence[Chunk], columns: Columns, split_column: str | None
+    path: str, chunks: Sequence[Chunk], columns: Columns, split_column: str | None
 ) -> dict[str, Mask]:
     """Adds all values to `columns`. Returns a mask of the rows of each split in `split_column`."""
     masks: dict[str, list[Mask]] = {}
-    for chunk, row, batch in _batches(chunks, [*columns, *filter(None, [split_column])]):
-        for column, found in columns.items():
-            found.add(batch.column(column), chunk.path, row)
-        if split_column is not None:
-            where = f"{chunk.path}: column {split_column}"
-            _add_splits(masks, as_text(batch.column(split_column)), where)
+    num_read = 0
+    with progress(f"{path}, types", sum(chunk.num_rows for chunk in chunks)) as report:
+        for chunk, row, batch in _batches(chunks, [*columns, *filter(None, [split_column])]):
+            for column, found in columns.items():
+                found.add(batch.column(column), chunk.path, row)
+            if split_column is not None:
+                where = f"{chunk.path}: column {split_column}"
+                _add_splits(masks, as_text(batch.column(split_column)), where)
+            num_read += len(batch)
+            report(num_read)
     return {split: np.concatenate(parts) for split, parts in masks.items()}
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 from data.numerals import DOUBLE, INTEGER, NUMBER, TEXT
+from data.prepare.progress import progress
 from data.prepare.sources import DROP, Options, Source
 from data.prepare.sources.columns import (
     MISSING_VALUES,
@@ -85,12 +86,14 @@ def source(name: str, path: str, options: Options) -> Source:
     label_values = set()
     counts = dict.fromkeys(files, 0)
     for split, file in files.items():
-        for line, row in lines(file, layouts[split]):
-            counts[split] += 1
-            for column, value in row.items():
-                (columns.get(column) or lists[column]).add(file, line, value)
-            if label is not None:
-                label_values.add(row[label])
+        with progress(f"{file}, types", None) as report:
+            for line, row in lines(file, layouts[split]):
+                counts[split] += 1
+                for column, value in row.items():
+                    (columns.get(column) or lists[column]).add(file, line, value)
+                if label is not None:
+                    label_values.add(row[label])
+                report(counts[split])
     for each in lists.values():
         each.check()
     notes = [each.note for each in layouts.values()]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data.prepare.processes import in_processes
+from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, split_named
 from data.system.errors import TrainerError, reason_lines
 from data.system.extras import import_extra
@@ -105,12 +106,13 @@ def source(name: str, target: str, options: Options) -> Source:
     row_files = {part.start: _RowFile() for part in parts}
 
     def work(part: range, count_one: Callable[[], None]) -> list[_PiecesBySplit]:
-        return _called(target, part, row_files[part.start])
+        return _called(target, part, row_files[part.start], count_one)
 
     if "tensorflow" in sys.modules:
         found = [result for part in parts for result in work(part, lambda: None)]
     else:
-        found = in_processes(work, parts, name=f"--source={target}")
+        with progress(target, None) as report:
+            found = in_processes(work, parts, report, name=f"--source={target}")
     tables: dict[str, list[Chunk]] = {}
     starts: collections.Counter[str] = collections.Counter()  # By split: the rows before.
     for number, splits in enumerate(found):
@@ -129,7 +131,9 @@ def source(name: str, target: str, options: Options) -> Source:
     return arrow_source(name, target, tables, {}, options)
 
 
-def _called(target: str, part: range, row_file: _RowFile) -> list[_PiecesBySplit]:
+def _called(
+    target: str, part: range, row_file: _RowFile, count_one: Callable[[], None]
+) -> list[_PiecesBySplit]:
     """Calls the function for each shard of `part`; writes the rows; returns the pieces of each."""
     from data.prepare.sources.python_rows import batches
 
@@ -151,8 +155,11 @@ def _called(target: str, part: range, row_file: _RowFile) -> list[_PiecesBySplit
             found = function(shard=shard, num_shards=NUM_SHARDS) if takes_part else function()
             pieces: dict[str, list[_Piece]] = {}
             for split, container in _splits(found, target).items():
-                found_batches = batches(container, _where(target, split))
-                pieces[split] = [row_file.append(batch) for batch in found_batches]
+                pieces[split] = []
+                for batch in batches(container, _where(target, split)):
+                    pieces[split].append(row_file.append(batch))
+                    for _ in range(len(batch)):
+                        count_one()
             results.append(pieces)
     except TrainerError:
         raise
