@@ -118,6 +118,10 @@ class Learner(Protocol):
     def local_steps(self) -> LocalSteps | None:
         """None if the gradients of each step are summed over replicas."""
 
+    @property
+    def virtual_replicas(self) -> int:
+        """The number of parts of a batch that are computed alone; 0 if that does not matter."""
+
 
 class Peers(Protocol):
     """The other tasks of a run."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from strategies.base import Tensor
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 
@@ -29,6 +30,18 @@ def averaged_over_replicas(variables: Sequence[tf.Variable]) -> Iterator[None]:
     before = [variable.read_value() for variable in variables]
     yield
     changes = [new.read_value() - old for new, old in zip(variables, before, strict=True)]
-    sums = all_reduced(changes, Compression())
+    change_by_mean(variables, before, all_reduced(changes, Compression()), num_replicas)
+
+
+def change_by_mean(
+    variables: Sequence[tf.Variable],
+    before: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    number: int,
+) -> None:
+    """Sets each of `variables` to its value `before` and the mean of `number` changes.
+
+    `sums` are the sums of the changes.
+    """
     for variable, old, total in zip(variables, before, sums, strict=True):
-        variable.assign(old + total / num_replicas)
+        variable.assign(old + total / number)

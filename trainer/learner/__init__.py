@@ -95,6 +95,7 @@ class Learner:
         notes: What the user should know about the model, the loss and the optimizer.
         loss_scale: The scale of the loss if the model computes in float16, else None.
         local_steps: None if the gradients of each step are summed over replicas.
+        virtual_replicas: As config.virtual_replicas.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Learner:
         self.origin = origin
         self.notes: list[str] = []
         self.batch_size = batch_size
+        self.virtual_replicas = options.virtual_replicas
         self.needs_seeds = bind(model)
         self._variables = variables = ModelVariables(model, options)
         self.tables, self.saved_tables = variables.tables, variables.saved_tables
@@ -171,9 +173,11 @@ class Learner:
     def compiles(self) -> bool:
         """True if XLA may compile all that a replica computes in a step, not only the gradient.
 
-        Methods of a subclass may have ops that XLA lacks.
+        Methods of a subclass may have ops that XLA lacks; and XLA merges operations, so that bits
+        depend on what it compiles together.
         """
-        return type(self) is Learner and self._differentiation.with_xla is not None
+        is_compiled = self._differentiation.with_xla is not None
+        return type(self) is Learner and is_compiled and not self.virtual_replicas
 
     @property
     def num_totals(self) -> int:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from strategies.base import Batch
+from strategies.gradients.parts import add_gradients, part_of_batch
 from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
-from trainer.step.gradients import Gradient, add_gradients
+from trainer.step.gradients import Gradient
 from trainer.step.loss_scale import LossScale, unscaled
 from trainer.step.xla_errors import described, is_of_xla
 
@@ -73,10 +74,10 @@ class Differentiation:
         """
         values = None if values is None else list(values)
         num_parts = self._micro_batches
-        part = batch if num_parts == 1 else _micro_batch(batch, 0, num_parts)
+        part = part_of_batch(batch, 0, num_parts)
         gradients, totals = self._differentiate_and_assign(part, training, values)
         for i in range(1, num_parts):
-            part = _micro_batch(batch, i, num_parts)
+            part = part_of_batch(batch, i, num_parts)
             # In sequence, so that the activations of only one micro-batch are in memory.
             with tf.control_dependencies([g for g in gradients if g is not None]):
                 part = tf.nest.map_structure(tf.identity, part)
@@ -146,13 +147,3 @@ class Differentiation:
         if scale is not None:
             gradients = unscaled(gradients, scale)
         return gradients, self._measure(labels, outputs, losses, weights=weights)
-
-
-def _micro_batch(batch: Batch, index: int, num_parts: int) -> Batch:
-    """Returns part `index` of the B examples of `batch`; the sizes differ by at most 1."""
-
-    def part_of(tensor: tf.Tensor) -> tf.Tensor:
-        size = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
-        return tensor[index * size // num_parts : (index + 1) * size // num_parts]
-
-    return tf.nest.map_structure(part_of, batch)

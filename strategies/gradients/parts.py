@@ -1,0 +1,104 @@
+"""The parts of a batch of `config.virtual_replicas`: a step has the same bits on any topology.
+
+    added, totals = gradients_of_parts(learner, learner.gradients, batch, num_parts=4)
+    total = in_pairs([a, b, c, d], operator.add)        # (a + b) + (c + d)
+
+A batch has V parts, a power of two, however many replicas there are: R, a power of two, at most V.
+Each replica computes the gradients of V / R parts, one after another, and all gradients are added
+along one binary tree over the V parts. The lower levels of the tree are within a replica, the upper
+ones between replicas. So each addition has the same two operands on any number of replicas.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from data.system.compat.autograph import no_autograph
+from strategies.base import Batch, Learner, Tensor
+from strategies.gradients.coalescing import present
+
+# Metric totals of a part are rounded to multiples of 2 ** -32. Sums of such numbers below 2 ** 21
+# are exact in float64, so they may be added in any order.
+_TOTALS_UNIT = 2.0**-32
+
+_Value = TypeVar("_Value")
+
+
+def in_pairs(values: Sequence[_Value], add: Callable[[_Value, _Value], _Value]) -> _Value:
+    """The sum of `values`, a power of two of them: ((v0 + v1) + (v2 + v3)) + ..."""
+    while len(values) > 1:
+        values = [add(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return values[0]
+
+
+# Any: a gradient is a tensor, tf.IndexedSlices or None; TensorFlow has no type information.
+def add_gradients(left: Any, right: Any) -> Any:
+    """Returns the sum of two gradients of one variable, which both are None or neither is."""
+    if left is None:
+        return right
+    if isinstance(left, tf.IndexedSlices):
+        values = tf.concat([left.values, right.values], axis=0)
+        indices = tf.concat([left.indices, right.indices], axis=0)
+        return tf.IndexedSlices(values, indices, left.dense_shape)
+    return left + right
+
+
+def part_of_batch(batch: Batch, index: int, num_parts: int) -> Batch:
+    """Returns part `index` of the B examples of `batch`; the sizes differ by at most 1."""
+
+    def part_of(tensor: tf.Tensor) -> tf.Tensor:
+        size = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
+        return tensor[index * size // num_parts : (index + 1) * size // num_parts]
+
+    return batch if num_parts == 1 else tf.nest.map_structure(part_of, batch)
+
+
+@no_autograph
+def gradients_of_parts(
+    learner: Learner,
+    gradients: Callable[[Batch], tuple[Sequence[Tensor], Tensor]],
+    batch: Batch,
+    num_parts: int,
+    before: Sequence[Tensor] = (),
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """The sums over the parts of this replica's part of a batch, each computed alone.
+
+    `gradients` is the method of `learner`; `before` are the values of its layers' state, from which
+    each part begins. Returns the gradients, the changes of the layers' state, and metric totals,
+    whose sums are exact. The layers' state is what the last part has left.
+    """
+    state = learner.layer_state
+    former: list[Tensor] = []
+
+    def of_part(index: int) -> tuple[list[Tensor], Tensor]:
+        part = part_of_batch(batch, index, num_parts)
+        # In sequence, so that the activations of only one part are in memory.
+        with tf.control_dependencies(former):
+            part = tf.nest.map_structure(tf.identity, part)
+            for variable, value in zip(state, before, strict=True):
+                variable.assign(value)
+        computed, totals = gradients(part)
+        changes = [new.read_value() - old for new, old in zip(state, before, strict=True)]
+        former[:] = present([*computed, *changes])
+        return [*computed, *changes], tf.round(totals / _TOTALS_UNIT) * _TOTALS_UNIT
+
+    def of_range(first: int, count: int) -> tuple[list[Tensor], Tensor]:
+        if count == 1:
+            return of_part(first)
+        left, totals = of_range(first, count // 2)
+        right, more = of_range(first + count // 2, count // 2)
+        return list(map(add_gradients, left, right)), totals + more
+
+    summed, totals = of_range(0, num_parts)
+    num_gradients = len(summed) - len(state)
+    return summed[:num_gradients], summed[num_gradients:], totals
+
+
+@no_autograph
+def totals_of_parts(
+    evaluate: Callable[[Batch], Tensor], batch: Batch, num_parts: int
+) -> Tensor:
+    """The sum of the metric totals of the parts of `batch`, which later sums keep exact."""
+    totals = [evaluate(part_of_batch(batch, index, num_parts)) for index in range(num_parts)]
+    return tf.add_n([tf.round(total / _TOTALS_UNIT) * _TOTALS_UNIT for total in totals])
