@@ -99,7 +99,8 @@ def _tree_sum(vector: Tensor) -> Tensor:
     if not device:
 
         def add(strategy: tf.distribute.Strategy, vectors: Tensor) -> Tensor:
-            return in_pairs(strategy.experimental_local_results(vectors), operator.add)
+            local = strategy.experimental_local_results(vectors)
+            return in_pairs(local.__getitem__, len(local), operator.add)
 
         return context.merge_call(add, args=(vector,))
     own = int(tf.get_static_value(context.replica_id_in_sync_group))

@@ -1,7 +1,7 @@
 """The parts of a batch of `config.virtual_replicas`: a step has the same bits on any topology.
 
     added, totals = gradients_of_parts(learner, learner.gradients, batch, num_parts=4)
-    total = in_pairs([a, b, c, d], operator.add)        # (a + b) + (c + d)
+    total = in_pairs([a, b, c, d].__getitem__, 4, operator.add)     # (a + b) + (c + d)
 
 A batch has V parts, a power of two, however many replicas there are: R, a power of two, at most V.
 Each replica computes the gradients of V / R parts, one after another, and all gradients are added
@@ -10,7 +10,7 @@ ones between replicas. So each addition has the same two operands on any number 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -23,13 +23,24 @@ from strategies.gradients.coalescing import present
 _TOTALS_UNIT = 2.0**-32
 
 _Value = TypeVar("_Value")
+_OfPart: TypeAlias = tuple[list[Tensor], Tensor]
 
 
-def in_pairs(values: Sequence[_Value], add: Callable[[_Value, _Value], _Value]) -> _Value:
-    """The sum of `values`, a power of two of them: ((v0 + v1) + (v2 + v3)) + ..."""
-    while len(values) > 1:
-        values = [add(values[i], values[i + 1]) for i in range(0, len(values), 2)]
-    return values[0]
+def in_pairs(
+    value: Callable[[int], _Value], number: int, add: Callable[[_Value, _Value], _Value]
+) -> _Value:
+    """(value(0) + value(1)) + (value(2) + value(3)) ...: `number`, a power of two, of values.
+
+    Each is computed when it is added, so that at most log2(number) + 1 of them are in memory.
+    """
+
+    def of_range(first: int, count: int) -> _Value:
+        if count == 1:
+            return value(first)
+        left = of_range(first, count // 2)
+        return add(left, of_range(first + count // 2, count // 2))
+
+    return of_range(0, number)
 
 
 # Any: a gradient is a tensor, tf.IndexedSlices or None; TensorFlow has no type information.
@@ -71,7 +82,7 @@ def gradients_of_parts(
     state = learner.layer_state
     former: list[Tensor] = []
 
-    def of_part(index: int) -> tuple[list[Tensor], Tensor]:
+    def of_part(index: int) -> _OfPart:
         part = part_of_batch(batch, index, num_parts)
         # In sequence, so that the activations of only one part are in memory.
         with tf.control_dependencies(former):
@@ -83,22 +94,16 @@ def gradients_of_parts(
         former[:] = present([*computed, *changes])
         return [*computed, *changes], tf.round(totals / _TOTALS_UNIT) * _TOTALS_UNIT
 
-    def of_range(first: int, count: int) -> tuple[list[Tensor], Tensor]:
-        if count == 1:
-            return of_part(first)
-        left, totals = of_range(first, count // 2)
-        right, more = of_range(first + count // 2, count // 2)
-        return list(map(add_gradients, left, right)), totals + more
+    def add(left: _OfPart, right: _OfPart) -> _OfPart:
+        return list(map(add_gradients, left[0], right[0])), left[1] + right[1]
 
-    summed, totals = of_range(0, num_parts)
+    summed, totals = in_pairs(of_part, num_parts, add)
     num_gradients = len(summed) - len(state)
     return summed[:num_gradients], summed[num_gradients:], totals
 
 
 @no_autograph
-def totals_of_parts(
-    evaluate: Callable[[Batch], Tensor], batch: Batch, num_parts: int
-) -> Tensor:
+def totals_of_parts(evaluate: Callable[[Batch], Tensor], batch: Batch, num_parts: int) -> Tensor:
     """The sum of the metric totals of the parts of `batch`, which later sums keep exact."""
     totals = [evaluate(part_of_batch(batch, index, num_parts)) for index in range(num_parts)]
     return tf.add_n([tf.round(total / _TOTALS_UNIT) * _TOTALS_UNIT for total in totals])

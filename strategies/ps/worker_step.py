@@ -12,13 +12,14 @@ Both kinds of parameter servers use these functions inside the graphs of their c
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
 from data.system.compat.autograph import autograph, no_autograph
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes, read_together
+from strategies.gradients.parts import gradients_of_parts, totals_of_parts
 from strategies.tables import rows_read_as
 
 # Gradients, in the order of the learner's variables, and metric totals.
@@ -44,12 +45,20 @@ def compute_gradients(
     strategy: tf.distribute.Strategy,
     batch: Batch,
     read_dtype: str,
+    num_parts: int = 0,
 ) -> _Computed:
     """A worker's gradients and metric totals, at `values` of `learner.gradient_inputs`.
 
     Rows of tables are sent to the worker as the type named `read_dtype`. If `values` is empty, the
-    learner reads its variables itself, after the op `after`.
+    learner reads its variables itself, after the op `after`. With `num_parts`, that many parts of
+    `batch` are computed alone.
     """
+
+    def in_parts(gradients: Callable[[Batch], _Computed], batch: Batch) -> _Computed:
+        if not num_parts:
+            return gradients(batch)
+        gradients_of_all, _, totals = gradients_of_parts(learner, gradients, batch, num_parts)
+        return gradients_of_all, totals
 
     def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:
         # The scopes are entered here: the strategy calls this function on another thread, where
@@ -57,13 +66,13 @@ def compute_gradients(
         with rows_read_as(read_dtype):
             if not values:
                 with tf.control_dependencies([after]):
-                    return autograph(learner.gradients)(batch)
+                    return in_parts(autograph(learner.gradients), batch)
             if learner.num_dense < len(learner.variables):
                 # Rows of tables are gathered after the step counter was read, too.
                 with tf.control_dependencies([after]):
                     batch = tf.nest.map_structure(tf.identity, batch)
             with _gather_rows_on_servers():
-                return learner.gradients_at(batch, values)
+                return in_parts(lambda part: learner.gradients_at(part, values), batch)
 
     computed: _Computed = strategy.run(compute, args=(batch, values, after))
     return computed
@@ -84,7 +93,12 @@ def compute_metrics(
         with _gather_rows_on_servers():
             return learner.evaluate_at(batch, values)
 
-    return strategy.run(evaluate, args=(batch, values))
+    def evaluate_parts(batch: Batch, values: Sequence[Tensor]) -> Tensor:
+        return totals_of_parts(lambda part: evaluate(part, values), batch, num_parts)
+
+    num_parts = learner.virtual_replicas
+
+    return strategy.run(evaluate_parts if num_parts else evaluate, args=(batch, values))
 
 
 @no_autograph

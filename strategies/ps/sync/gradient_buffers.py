@@ -19,6 +19,7 @@ first, so a reader notices it afterwards.
 """
 
 import collections
+import functools
 import itertools
 import math
 import os
@@ -29,6 +30,7 @@ import tensorflow as tf
 
 from strategies.base import Learner, Tensor, read_now, value_of
 from strategies.gradients.coalescing import Bucket, is_small
+from strategies.gradients.parts import in_pairs
 from strategies.ps.former_rounds import kept_values
 from strategies.ps.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
@@ -60,6 +62,7 @@ class GradientBuffers:
         self.num_totals = learner.num_totals
         self._gradients: list[tf.Variable] = []
         self._are_small: list[bool] = []
+        self._by_tree = learner.virtual_replicas > 0
         self._tags: dict[str, tf.Variable] = {}
         self._begun: dict[str, tf.Variable] = {}
         self._kept: Sequence[tf.Variable] = ()
@@ -220,8 +223,9 @@ class GradientBuffers:
         read: dict[str, list[Tensor]] = {device: [] for device in self._tags}
         for buffer, small in zip(self._gradients, self._are_small, strict=True):
             with tf.device(buffer.device):
-                add = _sum_of_small_rows if small else _sum_of_large_rows
-                summed.append(add(buffer, slots, number))
+                summed.append(
+                    _sum_of_rows(buffer, slots, number, is_small=small, by_tree=self._by_tree)
+                )
                 read[buffer.device].append(summed[-1])
         for index, part in enumerate(self._parts):
             with tf.device(part.device):
@@ -307,22 +311,27 @@ class GradientBuffers:
         return tf.IndexedSlices(tf.concat(rows, axis=0), tf.concat(ids, axis=0))
 
 
-def _sum_of_small_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:
-    """The sum of the rows of `number` worker slots, in the order of `slots`."""
+def _sum_of_rows(
+    buffer: tf.Variable, slots: Tensor, number: int, *, is_small: bool, by_tree: bool
+) -> Tensor:
+    """The sum of the rows of `number` worker slots, in the order of `slots` or along a tree.
+
+    Large rows are read one at a time: together they take much memory.
+    """
     # Not tf.reduce_sum: from 8 rows on it adds them in another order.
-    total, *rows = tf.unstack(buffer.sparse_read(slots), num=number)
-    for row in rows:
-        total += row
-    return total
+    rows = tf.unstack(buffer.sparse_read(slots), num=number) if is_small else []
+    former: list[Tensor] = []
 
+    def row(index: int) -> Tensor:
+        with tf.control_dependencies(former):
+            return rows[index] if is_small else buffer.sparse_read(slots[index])
 
-def _sum_of_large_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:
-    """`_sum_of_small_rows`, but reads one row at a time: together they take much memory."""
-    total = buffer.sparse_read(slots[0])
-    for index in range(1, number):
-        with tf.control_dependencies([total]):
-            total += buffer.sparse_read(slots[index])
-    return total
+    def add(left: Tensor, right: Tensor) -> Tensor:
+        total = left + right
+        former[:] = [] if is_small else [total]
+        return total
+
+    return in_pairs(row, number, add) if by_tree else functools.reduce(add, map(row, range(number)))
 
 
 def _write_row(variable: tf.Variable, slot: Tensor, row: Tensor) -> Tensor:

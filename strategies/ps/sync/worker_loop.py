@@ -151,7 +151,13 @@ class WorkerLoop:
         def compute() -> _BranchResult:
             batch = self._batch(assignment.sub_batch, inputs.starts, inputs.tickets)
             gradients, totals = compute_gradients(
-                values, row, learner, self.strategy, batch, self.read_dtype
+                values,
+                row,
+                learner,
+                self.strategy,
+                batch,
+                self.read_dtype,
+                num_parts=learner.virtual_replicas // len(self.lanes),
             )
             present[:] = [i for i in range(learner.num_dense) if gradients[i] is not None]
             dense = [tf.ensure_shape(gradients[i], variables[i].shape) for i in present]
