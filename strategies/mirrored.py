@@ -154,12 +154,13 @@ class MirroredExecutor(Executor):
         """`Learner.gradients`, with equal states of layers on all replicas."""
         learner = self._learner
         if learner.virtual_replicas:
-            before = [variable.read_value() for variable in learner.layer_state]
+            state = learner.layer_state
+            before = [variable.read_value() for variable in state]
             gradients, changes, totals = gradients_of_parts(
-                learner, learner.gradients, batch, self._num_parts, before
+                learner, learner.gradients, batch, self._num_parts, state, before
             )
             sums = self._summed_over_replicas(changes)
-            change_by_mean(learner.layer_state, before, sums, learner.virtual_replicas)
+            change_by_mean(state, before, sums, learner.virtual_replicas)
             return gradients, totals
         with averaged_over_replicas(learner.layer_state):
             return learner.gradients(batch)

@@ -166,6 +166,12 @@ class MultiWorkerExecutor(MirroredExecutor):
                 "A ShardedEmbedding under multiworker needs one replica on the CPU of each worker, "
                 "because workers gather rows in their memory. Type --replicas=1 --num_gpus=0."
             )
+        if learner.virtual_replicas and not cpu_of_worker(self.strategy):
+            raise DeviceError(
+                f"config.virtual_replicas={learner.virtual_replicas} under multiworker needs one "
+                "replica on the CPU of each worker: the order of sums between GPUs is that of "
+                "NCCL. Type --replicas=1 --num_gpus=0, or --strategy=mirrored."
+            )
         if self._has_gpus:
             self._transfer.check_between_gpus()
         gradient_bytes = sum(map(num_bytes, learner.variables[: learner.num_dense]))

@@ -71,15 +71,15 @@ def gradients_of_parts(
     gradients: Callable[[Batch], tuple[Sequence[Tensor], Tensor]],
     batch: Batch,
     num_parts: int,
+    state: Sequence[tf.Variable] = (),
     before: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """The sums over the parts of this replica's part of a batch, each computed alone.
 
-    `gradients` is the method of `learner`; `before` are the values of its layers' state, from which
-    each part begins. Returns the gradients, the changes of the layers' state, and metric totals,
-    whose sums are exact. The layers' state is what the last part has left.
+    `gradients` is the method of `learner`. Each part begins with the layers' `state` as it was:
+    `before`. Returns the gradients, the changes of `state`, and metric totals, whose sums are
+    exact. `state` is what the last part has left.
     """
-    state = learner.layer_state
     former: list[Tensor] = []
 
     def of_part(index: int) -> _OfPart:
@@ -90,6 +90,12 @@ def gradients_of_parts(
             for variable, value in zip(state, before, strict=True):
                 variable.assign(value)
         computed, totals = gradients(part)
+        # Rows of an index that occurs several times are added within a part, as other gradients.
+        dense = [
+            tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+            for gradient in computed[: learner.num_dense]
+        ]
+        computed = [*dense, *computed[learner.num_dense :]]
         changes = [new.read_value() - old for new, old in zip(state, before, strict=True)]
         former[:] = present([*computed, *changes])
         return [*computed, *changes], tf.round(totals / _TOTALS_UNIT) * _TOTALS_UNIT
