@@ -85,6 +85,12 @@ class Learner(Protocol):
     def layer_state(self) -> Sequence[tf.Variable]:
         """The variables that `gradients` changes, each replica its own copy: moving statistics."""
 
+    def keeping_layer_state(self) -> contextlib.AbstractContextManager[Mapping[int, Tensor]]:
+        """Inside, `gradients_at` does not change the layers' state.
+
+        The mapping gets what it would be, by the index in `gradient_inputs`.
+        """
+
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `gradients_at` takes; empty if the learner reads its own."""

@@ -154,16 +154,29 @@ class MirroredExecutor(Executor):
         """`Learner.gradients`, with equal states of layers on all replicas."""
         learner = self._learner
         if learner.virtual_replicas:
-            state = learner.layer_state
-            before = [variable.read_value() for variable in state]
-            gradients, changes, totals = gradients_of_parts(
-                learner, learner.gradients, batch, self._num_parts, state, before
-            )
-            sums = self._summed_over_replicas(changes)
-            change_by_mean(state, before, sums, learner.virtual_replicas)
-            return gradients, totals
+            return self._gradients_of_parts(batch)
         with averaged_over_replicas(learner.layer_state):
             return learner.gradients(batch)
+
+    def _gradients_of_parts(self, batch: Batch) -> tuple[Sequence[Tensor], tf.Tensor]:
+        learner, state = self._learner, self._learner.layer_state
+        counters = [v for v in learner.forward_state if v.dtype.is_integer]
+        before = [variable.read_value() for variable in (*state, *counters)]
+
+        def compute(part: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+            # Each part begins with the state before the step.
+            for variable, value in zip((*state, *counters), before, strict=True):
+                variable.assign(value)
+            gradients, totals = learner.gradients(part)
+            new = [variable.read_value() for variable in state]
+            return gradients, [a - b for a, b in zip(new, before, strict=False)], totals
+
+        gradients, changes, totals = gradients_of_parts(
+            compute, batch, self._num_parts, learner.num_dense
+        )
+        sums = self._summed_over_replicas(changes)
+        change_by_mean(state, before[: len(state)], sums, learner.virtual_replicas)
+        return gradients, totals
 
     @property
     def _num_parts(self) -> int:

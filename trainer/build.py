@@ -85,11 +85,13 @@ def check_for_strategy(
             f"each replica trains alone for {every} steps (config.local_steps); reports, "
             f"evaluations, checkpoints and the end are at multiples of {every}"
         )
-    if config.virtual_replicas and strategy == "ps" and learner.layer_state:
+    is_own = learner.overrides_gradients
+    if config.virtual_replicas and strategy == "ps" and learner.layer_state and is_own:
         raise ConfigError(
             f"config.virtual_replicas={config.virtual_replicas}: the model of {recipe.path} has "
-            "moving statistics, which workers of ps change one after the other. Type "
-            "--strategy=multiworker, or use layers without them, such as GroupNormalization."
+            "moving statistics, and its Learner overrides `gradients`, so that workers of ps "
+            "change them one after the other. Type --strategy=multiworker, or use layers without "
+            "them, such as GroupNormalization."
         )
     if config.complete_checkpoint_every > 1 and not learner.tables:
         raise ConfigError(

@@ -5,7 +5,8 @@
 
 Compared are the reports of equal steps (loss, metrics, learning rate) and all variables of the
 checkpoints of equal steps, the optimizer's too. Reports name the steps between which two runs part;
-checkpoints name the variables. Exit codes are those of diff: 0 equal, 1 different, 2 an error.
+checkpoints name the variables, and so do the digests that reports have with
+config.virtual_replicas. Exit codes are those of diff: 0 equal, 1 different, 2 an error.
 """
 
 import json
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 EXIT_DIFFERENT = 1
 # Values of reports that depend on the machine: rates and times.
 _NOT_COMPARED = ("step", "split", "seconds", "steps_per_sec", "examples_per_sec", "input_wait")
+DIGESTS = "digests"  # Of variables; see trainer/hooks/digest.py.
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 
@@ -48,7 +50,10 @@ class Difference:
 
     def describe(self, what: str) -> str:
         """For example `variables: equal at step 40, different at step 60: dense/kernel ...`."""
-        shown = [f"{name} (by up to {size:.3g})" for name, size in self.names[:_NUM_SHOWN]]
+        shown = [
+            name if math.isnan(size) else f"{name} (by up to {size:.3g})"
+            for name, size in self.names[:_NUM_SHOWN]
+        ]
         if len(self.names) > _NUM_SHOWN:
             shown.append(f"and {len(self.names) - _NUM_SHOWN} more")
         when = f"equal at step {self.equal_step:,}, different at step {self.step:,}"
@@ -117,7 +122,9 @@ def _report_differences(left: Document, right: Document) -> list[tuple[str, floa
             continue
         is_number = ours is not None and theirs is not None
         found.append((name, abs(ours - theirs) if is_number else float("nan")))
-    return [(f"{name} of split {left['split']}", size) for name, size in found]
+    ours, theirs = left.get(DIGESTS, {}), right.get(DIGESTS, {})
+    digests = [(name, math.nan) for name in ours if ours[name] != theirs.get(name, ours[name])]
+    return digests + [(f"{name} of split {left['split']}", size) for name, size in found]
 
 
 def _first(

@@ -1,6 +1,6 @@
 """The parts of a batch of `config.virtual_replicas`: a step has the same bits on any topology.
 
-    added, totals = gradients_of_parts(learner, learner.gradients, batch, num_parts=4)
+    gradients, changes, totals = gradients_of_parts(compute, batch, num_parts=4, num_dense=6)
     total = in_pairs([a, b, c, d].__getitem__, 4, operator.add)     # (a + b) + (c + d)
 
 A batch has V parts, a power of two, however many replicas there are: R, a power of two, at most V.
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
-from strategies.base import Batch, Learner, Tensor
+from strategies.base import Batch, Tensor
 from strategies.gradients.coalescing import present
 
 # Metric totals of a part are rounded to multiples of 2 ** -32. Sums of such numbers below 2 ** 21
@@ -23,7 +23,8 @@ from strategies.gradients.coalescing import present
 _TOTALS_UNIT = 2.0**-32
 
 _Value = TypeVar("_Value")
-_OfPart: TypeAlias = tuple[list[Tensor], Tensor]
+# Gradients, changes of the layers' state, metric totals.
+_OfPart: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor], Tensor]
 
 
 def in_pairs(
@@ -67,49 +68,46 @@ def part_of_batch(batch: Batch, index: int, num_parts: int) -> Batch:
 
 @no_autograph
 def gradients_of_parts(
-    learner: Learner,
-    gradients: Callable[[Batch], tuple[Sequence[Tensor], Tensor]],
+    compute: Callable[[Batch], _OfPart],
     batch: Batch,
     num_parts: int,
-    state: Sequence[tf.Variable] = (),
-    before: Sequence[Tensor] = (),
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    num_dense: int,
+) -> _OfPart:
     """The sums over the parts of this replica's part of a batch, each computed alone.
 
-    `gradients` is the method of `learner`. Each part begins with the layers' `state` as it was:
-    `before`. Returns the gradients, the changes of `state`, and metric totals, whose sums are
-    exact. `state` is what the last part has left.
+    `compute` returns the gradients of a part, the first `num_dense` for dense variables, the
+    changes of the layers' state, and metric totals. So does this function; sums of its totals are
+    exact.
     """
     former: list[Tensor] = []
 
     def of_part(index: int) -> _OfPart:
-        part = part_of_batch(batch, index, num_parts)
         # In sequence, so that the activations of only one part are in memory.
         with tf.control_dependencies(former):
-            part = tf.nest.map_structure(tf.identity, part)
-            for variable, value in zip(state, before, strict=True):
-                variable.assign(value)
-        computed, totals = gradients(part)
+            part = tf.nest.map_structure(tf.identity, part_of_batch(batch, index, num_parts))
+        gradients, changes, totals = compute(part)
         # Rows of an index that occurs several times are added within a part, as other gradients.
         dense = [
             tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-            for gradient in computed[: learner.num_dense]
+            for gradient in gradients[:num_dense]
         ]
-        computed = [*dense, *computed[learner.num_dense :]]
-        changes = [new.read_value() - old for new, old in zip(state, before, strict=True)]
-        former[:] = present([*computed, *changes])
-        return [*computed, *changes], tf.round(totals / _TOTALS_UNIT) * _TOTALS_UNIT
+        gradients = [*dense, *gradients[num_dense:]]
+        former[:] = present([*gradients, *changes])
+        return gradients, changes, _exact(totals)
 
     def add(left: _OfPart, right: _OfPart) -> _OfPart:
-        return list(map(add_gradients, left[0], right[0])), left[1] + right[1]
+        gradients, changes = (list(map(add_gradients, left[i], right[i])) for i in range(2))
+        return gradients, changes, left[2] + right[2]
 
-    summed, totals = in_pairs(of_part, num_parts, add)
-    num_gradients = len(summed) - len(state)
-    return summed[:num_gradients], summed[num_gradients:], totals
+    return in_pairs(of_part, num_parts, add)
 
 
 @no_autograph
 def totals_of_parts(evaluate: Callable[[Batch], Tensor], batch: Batch, num_parts: int) -> Tensor:
     """The sum of the metric totals of the parts of `batch`, which later sums keep exact."""
     totals = [evaluate(part_of_batch(batch, index, num_parts)) for index in range(num_parts)]
-    return tf.add_n([tf.round(total / _TOTALS_UNIT) * _TOTALS_UNIT for total in totals])
+    return tf.add_n(list(map(_exact, totals)))
+
+
+def _exact(totals: Tensor) -> Tensor:
+    return tf.round(totals / _TOTALS_UNIT) * _TOTALS_UNIT

@@ -51,14 +51,26 @@ def compute_gradients(
 
     Rows of tables are sent to the worker as the type named `read_dtype`. If `values` is empty, the
     learner reads its variables itself, after the op `after`. With `num_parts`, that many parts of
-    `batch` are computed alone.
+    `batch` are computed alone, and the changes of the layers' state follow the dense gradients.
     """
 
-    def in_parts(gradients: Callable[[Batch], _Computed], batch: Batch) -> _Computed:
+    def in_parts(
+        gradients: Callable[[Batch], _Computed], batch: Batch, values: Sequence[Tensor] = ()
+    ) -> _Computed:
         if not num_parts:
             return gradients(batch)
-        gradients_of_all, _, totals = gradients_of_parts(learner, gradients, batch, num_parts)
-        return gradients_of_all, totals
+        places = {id(variable): i for i, variable in enumerate(learner.gradient_inputs)}
+        state = [places[id(variable)] for variable in learner.layer_state]
+
+        def compute(part: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+            with learner.keeping_layer_state() as new:
+                computed, totals = gradients(part)
+            changes = [new[i] - values[i] if i in new else tf.zeros_like(values[i]) for i in state]
+            return computed, changes, totals
+
+        num_dense = learner.num_dense
+        computed, changes, totals = gradients_of_parts(compute, batch, num_parts, num_dense)
+        return [*computed[:num_dense], *changes, *computed[num_dense:]], totals
 
     def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:
         # The scopes are entered here: the strategy calls this function on another thread, where
@@ -72,7 +84,7 @@ def compute_gradients(
                 with tf.control_dependencies([after]):
                     batch = tf.nest.map_structure(tf.identity, batch)
             with _gather_rows_on_servers():
-                return in_parts(lambda part: learner.gradients_at(part, values), batch)
+                return in_parts(lambda part: learner.gradients_at(part, values), batch, values)
 
     computed: _Computed = strategy.run(compute, args=(batch, values, after))
     return computed

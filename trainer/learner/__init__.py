@@ -27,7 +27,8 @@ under every strategy.
 B is the number of examples of a replica's part of a batch.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -259,6 +260,17 @@ class Learner:
     def layer_state(self) -> Sequence[tf.Variable]:
         """The variables that layers change in training, each replica its own copy."""
         return self._variables.layer_state
+
+    @contextlib.contextmanager
+    def keeping_layer_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
+        """Inside, `gradients_at` does not change `layer_state`.
+
+        The mapping gets what it would be, by the index in `gradient_inputs`.
+        """
+        state = set(map(id, self.layer_state))
+        kept = {i for i, variable in enumerate(self.gradient_inputs) if id(variable) in state}
+        with self._differentiation.keeping(kept) as new:
+            yield new
 
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:

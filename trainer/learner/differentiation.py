@@ -8,8 +8,9 @@
 that the forward pass assigns.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -48,6 +49,8 @@ class Differentiation:
         self._needs_seeds, self._micro_batches = needs_seeds, micro_batches
         self.with_xla: tf.types.experimental.PolymorphicFunction | None = None
         self._may_stop_compiling = False
+        self._kept: Collection[int] = ()
+        self._new: dict[int, tf.Tensor] = {}
 
     def compile_with_xla(self, *, is_optional: bool) -> None:
         """Has XLA compile the gradient; if `is_optional`, `stop_compiling` may end it."""
@@ -64,6 +67,13 @@ class Differentiation:
             described(error),
         )
         return True
+
+    @contextlib.contextmanager
+    def keeping(self, kept: Collection[int]) -> Iterator[dict[int, tf.Tensor]]:
+        """Inside, new values of the inputs with these indices are collected, and not assigned."""
+        self._kept, self._new = kept, {}
+        yield self._new
+        self._kept = ()
 
     def gradients_at(
         self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool
@@ -101,10 +111,14 @@ class Differentiation:
             gradients, totals, updates = self._differentiate_at(batch, training, values, scale)
         else:
             return self._differentiate(batch, training, self._variables.trained, scale)
-        for index, value in updates.items():
-            self._variables.inputs[int(index)].assign(value)
+        for key, value in updates.items():
+            index = int(key)
+            if index in self._kept:
+                self._new[index] = value
+            else:
+                self._variables.inputs[index].assign(value)
             if values is not None:
-                values[int(index)] = value
+                values[index] = value
         return gradients, totals
 
     def _differentiate_at(

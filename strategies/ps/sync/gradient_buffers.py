@@ -49,6 +49,8 @@ class GradientBuffers:
         devices: The devices of all variables: a gradient is complete when each has its bucket.
         queues: The assignment queue of each worker slot, resources.
         locks: The locks of each worker slot, one on each of `devices`, resources.
+        sent: The variables whose gradients, or changes, workers send: `num_dense` dense ones, then
+            the parts of tables.
         num_totals: The size of the metric totals of a gradient, float64.
         name: Unique; for resources with names on workers.
     """
@@ -60,22 +62,27 @@ class GradientBuffers:
         self.step_device: str = learner.step.device
         self.name = f"{os.getpid()}-{time.time_ns()}"
         self.num_totals = learner.num_totals
+        # With virtual replicas, the changes of the layers' state are sent as gradients are.
+        state = learner.layer_state if learner.virtual_replicas else ()
+        num_trained = learner.num_dense
+        self.sent = [*learner.variables[:num_trained], *state, *learner.variables[num_trained:]]
+        self.num_dense = num_trained + len(state)
         self._gradients: list[tf.Variable] = []
         self._are_small: list[bool] = []
         self._by_tree = learner.virtual_replicas > 0
         self._tags: dict[str, tf.Variable] = {}
         self._begun: dict[str, tf.Variable] = {}
         self._kept: Sequence[tf.Variable] = ()
-        self._parts = list(learner.variables[learner.num_dense :])
+        self._parts = self.sent[self.num_dense :]
         with strategy.scope():
-            for index, variable in enumerate((*learner.variables, learner.step)):
+            for index, variable in enumerate((*self.sent, learner.step)):
                 with strategy.extended.colocate_vars_with(variable):
                     if variable.device not in self._tags:
                         none = -tf.ones([num_slots, 2], tf.int64)
                         self._tags[variable.device] = tf.Variable(none, trainable=False)
                         mark = tf.Variable(learner.step.read_value(), trainable=False)
                         self._begun[variable.device] = mark
-                    if index < learner.num_dense:
+                    if index < self.num_dense:
                         # Made on the server: the chief would have to store and send them.
                         with tf.device(variable.device):
                             zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
