@@ -21,7 +21,7 @@ from absl import flags
 from data.system.scratch import plain_path
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
-from trainer.run_files import Document, RunFiles, finished_checkpoints, step_in
+from trainer.run_files import DIGESTS, Document, RunFiles, finished_checkpoints, step_in
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 EXIT_DIFFERENT = 1
 # Values of reports that depend on the machine: rates and times.
 _NOT_COMPARED = ("step", "split", "seconds", "steps_per_sec", "examples_per_sec", "input_wait")
-DIGESTS = "digests"  # Of variables; see trainer/hooks/digest.py.
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 

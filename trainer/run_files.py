@@ -72,6 +72,7 @@ NO_METRICS = (
     "examples_skipped",
     "records_skipped",
 )
+DIGESTS = "digests"  # Of variables, in reports of training: hooks/digest.py.
 RESTARTS = "restarts.jsonl"  # In the directory of the tasks' logs.
 MEMBERSHIP = "membership"  # In the model directory.
 _GROUP = re.compile(r"group-(\d{8})\.json")  # In MEMBERSHIP.

@@ -14,9 +14,9 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.split_mix import finalized
-from trainer.compare import DIGESTS
 from trainer.hooks.writers import JsonLines, Values
 from trainer.learner import Learner
+from trainer.run_files import DIGESTS
 
 OPTIMIZER = "optimizer"
 # The type with the bits of an element, by its size in bytes.
@@ -64,6 +64,8 @@ def digest(variable: tf.Variable) -> tf.Tensor:
     """
     with tf.device(variable.device):
         value = tf.reshape(tf.convert_to_tensor(variable), [-1])
+        if value.dtype == tf.bool:
+            value = tf.cast(value, tf.uint8)
         bits = tf.cast(tf.bitcast(value, _WORDS[value.dtype.size]), tf.uint64)
         places = tf.cast(tf.range(1, tf.size(bits) + 1), tf.uint64)
         mixed = _mixed(_mixed(places) ^ bits)

@@ -316,7 +316,7 @@ class StepOptions:
             examples, such as BatchNormalization, see one part at a time.
         virtual_replicas: The number of parts, a power of two, in which each batch is computed, on
             any number of replicas that is a power of two and not higher: the same weights to the
-            last bit on each (docs/same_bits.md). 0 does not cut batches.
+            last bit on each (docs/options.md). 0 does not cut batches.
         class_weight: The weight in training of each class, by its index; 1 for others. A weight
             multiplies the loss of an example.
         clip, penalty, weight_decay, ema, loss_scale, local_steps: See trainer/step/options.py.
