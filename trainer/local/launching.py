@@ -112,7 +112,11 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
             addresses = list(cluster.jobs["worker"].values())
             policy = ElasticPolicy(
                 Membership(directory_of_logs(model_dir).parent, addresses, cluster.task.index),
-                Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
+                Rules(
+                    flags.MIN_WORKERS.value,
+                    flags.REJOIN_SECS.value,
+                    powers_of_two=recipe.config.virtual_replicas > 0,
+                ),
                 # The code, the config and the flags that must be equal on all hosts of a run.
                 identity=str(as_number({**software(), **read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
