@@ -63,8 +63,8 @@ class Snapshot(NamedTuple):
 class Rules(NamedTuple):
     """`--min_workers` and `--rejoin_secs`.
 
-    With `powers_of_two`, as config.virtual_replicas needs it, a group has a power of two of hosts: those
-    that are left out wait.
+    With `powers_of_two`, as config.virtual_replicas needs it, a group has a power of two of hosts:
+    those that are left out wait.
     """
 
     min_workers: int

@@ -329,21 +329,6 @@ class Aggregator:
             next_attempt=state.next_attempt + _int(assigns),
         )
 
-    def _apply(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Changes the variables, and with virtual replicas the layers' state, then the step."""
-        learner = self.learner
-        if not learner.virtual_replicas:
-            return learner.apply(gradients)
-        first, last = learner.num_dense, self.buffers.num_dense
-        changed = []
-        for variable, total in zip(learner.layer_state, gradients[first:last], strict=True):
-            with tf.device(variable.device):
-                changed.append(variable.assign_add(total / learner.virtual_replicas))
-        with tf.control_dependencies(changed):  # The count of the step, in `apply`, comes last.
-            rest = [*gradients[:first], *gradients[last:]]
-            rest = tf.nest.map_structure(tf.identity, rest, expand_composites=True)
-        return learner.apply(rest)
-
     def _finish(self, state: _State) -> _State:
         """Applies the sum of the held gradients, in the order of their sub-batches."""
         num_sub_batches = len(self.lanes)
@@ -357,7 +342,8 @@ class Aggregator:
 
         def apply() -> Tensor:
             gradients = self.buffers.begun(summed, state.step + 1)
-            return tf.cast(self.strategy.run(self._apply, args=(gradients,)), tf.int64)
+            gradients = self.buffers.change_layer_state(gradients)
+            return tf.cast(self.strategy.run(self.learner.apply, args=(gradients,)), tf.int64)
 
         step = tf.cond(is_complete, apply, lambda: state.step)
         done = _int(is_complete)

@@ -63,13 +63,13 @@ class GradientBuffers:
         self.name = f"{os.getpid()}-{time.time_ns()}"
         self.num_totals = learner.num_totals
         # With virtual replicas, the changes of the layers' state are sent as gradients are.
-        state = learner.layer_state if learner.virtual_replicas else ()
-        num_trained = learner.num_dense
-        self.sent = [*learner.variables[:num_trained], *state, *learner.variables[num_trained:]]
-        self.num_dense = num_trained + len(state)
+        self._virtual_replicas = learner.virtual_replicas
+        self._state = learner.layer_state if learner.virtual_replicas else ()
+        place = learner.num_dense
+        self.sent = [*learner.variables[:place], *self._state, *learner.variables[place:]]
+        self.num_dense = place + len(self._state)
         self._gradients: list[tf.Variable] = []
         self._are_small: list[bool] = []
-        self._by_tree = learner.virtual_replicas > 0
         self._tags: dict[str, tf.Variable] = {}
         self._begun: dict[str, tf.Variable] = {}
         self._kept: Sequence[tf.Variable] = ()
@@ -231,7 +231,9 @@ class GradientBuffers:
         for buffer, small in zip(self._gradients, self._are_small, strict=True):
             with tf.device(buffer.device):
                 summed.append(
-                    _sum_of_rows(buffer, slots, number, is_small=small, by_tree=self._by_tree)
+                    _sum_of_rows(
+                        buffer, slots, number, is_small=small, by_tree=self._virtual_replicas > 0
+                    )
                 )
                 read[buffer.device].append(summed[-1])
         for index, part in enumerate(self._parts):
@@ -288,6 +290,23 @@ class GradientBuffers:
             with tf.device(owner.device), tf.control_dependencies([marks[owner.device], *others]):
                 marked.append(tf.nest.map_structure(tf.identity, gradient, expand_composites=True))
         return marked
+
+    def change_layer_state(self, summed: list[Tensor]) -> list[Tensor]:
+        """Changes the layers' state by the mean of its changes, which are among the sums.
+
+        Returns the other sums, which come after that.
+        """
+        if not self._state:
+            return summed
+        first, last = self.num_dense - len(self._state), self.num_dense
+        changed = []
+        for variable, total in zip(self._state, summed[first:last], strict=True):
+            with tf.device(variable.device):
+                changed.append(variable.assign_add(total / self._virtual_replicas))
+        with tf.control_dependencies(changed):
+            gradients = [*summed[:first], *summed[last:]]
+            ordered = tf.nest.map_structure(tf.identity, gradients, expand_composites=True)
+        return list(ordered)
 
     def _row_buffer(self, part: int, num_slots: int) -> Tensor:
         """A variable, [worker slots], of pairs (ids, rows), which have any number of rows."""

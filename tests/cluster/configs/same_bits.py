@@ -4,7 +4,6 @@ With `flip_step` bits of a gradient are flipped in that step, on the last replic
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config
@@ -64,9 +63,7 @@ def build_learner(config: SameBitsConfig, **parts: Any) -> "Learner":
     from trainer.learner import Learner
 
     class Flipping(Learner):
-        def gradients(
-            self, batch: Any, *, training: bool = True
-        ) -> tuple[Sequence["tf.Tensor"], "tf.Tensor"]:
+        def gradients(self, batch: Any, *, training: bool = True) -> tuple[list[Any], "tf.Tensor"]:
             (first, *others), totals = super().gradients(batch, training=training)
             context = tf.distribute.get_replica_context()
             is_last = context.replica_id_in_sync_group == context.num_replicas_in_sync - 1
