@@ -85,6 +85,12 @@ class Learner(Protocol):
     def layer_state(self) -> Sequence[tf.Variable]:
         """The variables that `gradients` changes, each replica its own copy: moving statistics."""
 
+    def keeping_layer_state(self) -> contextlib.AbstractContextManager[Mapping[int, Tensor]]:
+        """Inside, `gradients_at` does not change the layers' state.
+
+        The mapping gets what it would be, by the index in `gradient_inputs`.
+        """
+
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `gradients_at` takes; empty if the learner reads its own."""
@@ -117,6 +123,10 @@ class Learner(Protocol):
     @property
     def local_steps(self) -> LocalSteps | None:
         """None if the gradients of each step are summed over replicas."""
+
+    @property
+    def virtual_replicas(self) -> int:
+        """The number of parts of a batch that are computed alone; 0 if that does not matter."""
 
 
 class Peers(Protocol):

@@ -26,7 +26,8 @@ from strategies.base import STEPS, Batch, Executor, Learner, Tensor
 from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
-from strategies.gradients.layer_state import averaged_over_replicas
+from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
+from strategies.gradients.parts import totals_of_parts
 from strategies.local_rounds import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
@@ -154,8 +155,18 @@ class MirroredExecutor(Executor):
     @no_autograph
     def _gradients(self, batch: Batch) -> tuple[Sequence[Tensor], tf.Tensor]:
         """`Learner.gradients`, with equal states of layers on all replicas."""
-        with averaged_over_replicas(self._learner.layer_state):
-            return self._learner.gradients(batch)
+        learner = self._learner
+        if learner.virtual_replicas:
+            return gradients_of_virtual_replicas(
+                learner, batch, self._num_parts, self._summed_over_replicas
+            )
+        with averaged_over_replicas(learner.layer_state):
+            return learner.gradients(batch)
+
+    @property
+    def _num_parts(self) -> int:
+        """The number of parts of the share of a replica, with `config.virtual_replicas`."""
+        return self._learner.virtual_replicas // self.num_replicas
 
     def _new_marks(self) -> StepMarks | None:
         """The marks of complete steps; None if a failure finds no step that has begun."""
@@ -194,7 +205,8 @@ class MirroredExecutor(Executor):
     def _summed_over_replicas(
         self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
     ) -> Sequence[Tensor]:
-        summed = all_reduced(gradients, self._compression, self._bucket_bytes)
+        by_tree = self._learner.virtual_replicas > 0
+        summed = all_reduced(gradients, self._compression, self._bucket_bytes, by_tree=by_tree)
         return [*summed, *all_reduced(exact, Compression(), self._bucket_bytes)]
 
     @override
@@ -318,6 +330,8 @@ class MirroredExecutor(Executor):
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             batch = evaluation.finished(batch) if self._has_gpus else batch
+            if learner.virtual_replicas:
+                return totals + totals_of_parts(learner.evaluate, batch, self._num_parts)
             return totals + learner.evaluate(batch)
 
         run_step = self._in_all_replicas(step, compiles=len(self._local_replicas) == 1)

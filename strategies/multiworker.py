@@ -31,6 +31,7 @@ from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers,
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
 from strategies.division import Division, parts_of
+from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
@@ -162,6 +163,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         All workers use the chief's size: it decides in which order each element is summed.
         """
         learner = self._learner
+        if learner.virtual_replicas and not cpu_of_worker(self.strategy):
+            raise DeviceError(
+                f"config.virtual_replicas={learner.virtual_replicas} under multiworker needs one "
+                "replica on the CPU of each worker: the order of sums between GPUs is that of "
+                "NCCL. Type --replicas=1 --num_gpus=0, or --strategy=mirrored."
+            )
         if self._has_gpus:
             self._transfer.check_between_gpus()
         gradient_bytes = sum(map(num_bytes, learner.variables[: learner.num_dense]))

@@ -37,6 +37,15 @@ class Transfer:
                 "it. Type --wire_dtype=float16, or leave it out."
             )
 
+    def check_exact(self, parts: int) -> None:
+        """Raises TransferError if what is sent is rounded, with config.virtual_replicas=`parts`."""
+        if (self.wire_dtype, self.read_dtype) != ("float32", "float32"):
+            raise TransferError(
+                f"config.virtual_replicas={parts}: what is rounded on its way depends on the "
+                "number of replicas, so their bits cannot be equal. Leave out --wire_dtype and "
+                "--read_dtype."
+            )
+
     def check_between_workers(self, num_workers: int) -> None:
         """Raises TransferError if `num_workers` workers of multiworker send no gradients."""
         if self.wire_dtype != "float32" and num_workers == 1:

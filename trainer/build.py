@@ -96,6 +96,14 @@ def check_for_strategy(
             f"of {config.local_steps.every}"
         )
         learner.notes += _without_overlap(config)
+    is_own = learner.overrides_gradients
+    if config.virtual_replicas and strategy == "ps" and learner.layer_state and is_own:
+        raise ConfigError(
+            f"config.virtual_replicas={config.virtual_replicas}: the model of {recipe.path} has "
+            "moving statistics, and its Learner overrides `gradients`, so that workers of ps "
+            "change them one after the other. Type --strategy=multiworker, or use layers without "
+            "them, such as GroupNormalization."
+        )
     if config.complete_checkpoint_every > 1 and not learner.tables:
         raise ConfigError(
             f"config.complete_checkpoint_every={config.complete_checkpoint_every}: the model of "

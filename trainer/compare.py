@@ -5,7 +5,8 @@
 
 Compared are the reports of equal steps (loss, metrics, learning rate) and all variables of the
 checkpoints of equal steps, the optimizer's too. Reports name the steps between which two runs part;
-checkpoints name the variables. Exit codes are those of diff: 0 equal, 1 different, 2 an error.
+checkpoints name the variables, and so do the digests that reports have with
+config.virtual_replicas. Exit codes are those of diff: 0 equal, 1 different, 2 an error.
 """
 
 import json
@@ -20,7 +21,7 @@ from absl import flags
 from data.system.scratch import plain_path
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
-from trainer.run_files import Document, RunFiles, finished_checkpoints, step_in
+from trainer.run_files import DIGESTS, Document, RunFiles, finished_checkpoints, step_in
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ class Difference:
 
     def describe(self, what: str) -> str:
         """For example `variables: equal at step 40, different at step 60: dense/kernel ...`."""
-        shown = [f"{name} (by up to {size:.3g})" for name, size in self.names[:_NUM_SHOWN]]
+        shown = [
+            name if math.isnan(size) else f"{name} (by up to {size:.3g})"
+            for name, size in self.names[:_NUM_SHOWN]
+        ]
         if len(self.names) > _NUM_SHOWN:
             shown.append(f"and {len(self.names) - _NUM_SHOWN} more")
         when = f"equal at step {self.equal_step:,}, different at step {self.step:,}"
@@ -120,7 +124,9 @@ def _report_differences(left: Document, right: Document) -> list[tuple[str, floa
             continue
         is_number = ours is not None and theirs is not None
         found.append((name, abs(ours - theirs) if is_number else float("nan")))
-    return [(f"{name} of split {left['split']}", size) for name, size in found]
+    ours, theirs = left.get(DIGESTS, {}), right.get(DIGESTS, {})
+    digests = [(name, math.nan) for name in ours if ours[name] != theirs.get(name, ours[name])]
+    return digests + [(f"{name} of split {left['split']}", size) for name, size in found]
 
 
 def _first(

@@ -44,6 +44,8 @@ def choose_compilation(
 
     `reader` reads the batches of training. If XLA may gain, but is not used, a note says why.
     """
+    if recipe.config.jit_compile == "auto" and recipe.config.virtual_replicas:
+        return  # It would depend on the strategy.
     if recipe.config.jit_compile == "auto":
         has_gpus = bool(tf.config.list_logical_devices("GPU"))
         has_attention = any(isinstance(layer, _ATTENTION) for layer in all_layers(learner.model))

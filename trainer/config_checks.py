@@ -127,6 +127,8 @@ def check_replicas(config: Config, num_replicas: int) -> None:
             f"than the {smallest} examples it may have: batch_size={config.batch_size} on "
             f"{num_replicas} replica(s). Type --config.micro_batches={smallest}, or less."
         )
+    if parts := config.virtual_replicas:
+        _check_virtual_replicas(config, parts, num_replicas)
     if lanes % num_replicas and (chosen := config.local_steps.chosen):
         raise ConfigError(
             f"{chosen} needs replicas with equal shares of a batch. "
@@ -137,6 +139,26 @@ def check_replicas(config: Config, num_replicas: int) -> None:
     if lanes % num_replicas:
         message = "batch_size=%d is shared unevenly by %d replicas; a multiple of them is faster."
         log.warning(message, config.batch_size, num_replicas)
+
+
+def _check_virtual_replicas(config: Config, parts: int, num_replicas: int) -> None:
+    if num_replicas > parts or parts % num_replicas:
+        raise ConfigError(
+            f"config.virtual_replicas={parts} needs a number of replicas that is a power of two up "
+            f"to {parts}. Received: {num_replicas} replicas."
+        )
+    sizes = {
+        "batch_size": config.batch_size,
+        "eval_batch_size": config.eval_batch_size or config.batch_size,
+        "data.lanes": num_lanes(config),
+    }
+    for name, size in sizes.items():
+        if size % parts:
+            raise ConfigError(
+                f"config.virtual_replicas={parts} must divide config.{name}, so that all parts of "
+                f"a batch are equal. Received: {size}. Type --config.{name}="
+                f"{-(-size // parts) * parts}, for example."
+            )
 
 
 def _check_bounds(values: Mapping[str, Any]) -> None:
@@ -164,6 +186,14 @@ def _check_options(config: Config) -> None:
             "workers, which no run repeats, but config.deterministic asks for equal bits in each "
             "run. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, or leave "
             "deterministic out."
+        )
+    if config.virtual_replicas & (config.virtual_replicas - 1):
+        raise must_be("0 or a power of two", "virtual_replicas", config.virtual_replicas, 8)
+    if config.virtual_replicas and (chosen := config.local_steps.chosen):
+        raise ConfigError(
+            f"{chosen}: what a replica computes alone "
+            "depends on the number of replicas, so config.virtual_replicas cannot keep the bits "
+            "equal. Leave one of the two out."
         )
     if config.early_stopping.patience and not config.eval_every_steps:
         raise ConfigError(

@@ -80,6 +80,12 @@ def configure_tensorflow(spec: TaskSpec) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(spec.num_threads)
     if num_ops:
         tf.config.threading.set_inter_op_parallelism_threads(num_ops)
+    if spec.recipe.config.virtual_replicas:
+        # The order of a sum within an op depends on the number of its threads. And the optimizer of
+        # graphs would join the sums of several parts of a batch.
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(num_ops or num_cores())
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     if spec.recipe.config.deterministic:
         tf.config.experimental.enable_op_determinism()
         tf.config.experimental.enable_tensor_float_32_execution(False)

@@ -74,6 +74,7 @@ NO_METRICS = (
     "records_skipped",
 )
 FAILURES = "failures.jsonl"  # In the model directory, or, if that is a URL, under runs/.
+DIGESTS = "digests"  # Of variables, in reports of training: hooks/digest.py.
 RESTARTS = "restarts.jsonl"  # In the directory of the tasks' logs.
 MEMBERSHIP = "membership"  # In the model directory.
 _GROUP = re.compile(r"group-(\d{8})\.json")  # In MEMBERSHIP.

@@ -9,6 +9,7 @@ that XLA compiles as one op.
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from strategies.base import Tensor
 from strategies.gradients.buckets import bucket_layout
 from strategies.gradients.coalescing import num_bytes
 from strategies.gradients.compression import Compression
+from strategies.gradients.parts import in_pairs
 
 # Two workers exchange vectors below this size. In training runs this makes 1.15 times as many
 # steps/s as the ring with 0.3 MB of gradients; with 10 MB the ring is faster (1.2 times).
@@ -26,6 +28,7 @@ EXCHANGE_BYTES = 1 << 20
 _GROUP_KEY = 1 << 20
 _GROUP_KEY_OF_SUMS, _MOST_KEYS = _GROUP_KEY + 1, 16  # Of `summed_with_key`.
 _GROUP_KEY_OF_ROWS = _GROUP_KEY + 2  # On the first CPU of each worker.
+_GROUP_KEY_OF_PAIRS, _MOST_WORKERS = _GROUP_KEY + 3, 1 << 10  # Of `_tree_sum`.
 # Rows are gathered in multiples of this number; a table has this number of keys for them.
 _BLOCK_ROWS = 256
 _KEYS_OF_A_TABLE = 1 << 20
@@ -35,13 +38,18 @@ _instance_keys = itertools.count(1)
 
 @no_autograph
 def all_reduced(
-    gradients: Sequence[Tensor], compression: Compression, bucket_bytes: float = math.inf
+    gradients: Sequence[Tensor],
+    compression: Compression,
+    bucket_bytes: float = math.inf,
+    *,
+    by_tree: bool = False,
 ) -> list[Tensor]:
     """The sum of each of `gradients` over all replicas. Called in replica context.
 
     The sum is computed in the type in which gradients are sent. The result has the given types; a
     gradient of None stays None. Each element is summed in an order that the sizes of the gradients
-    and `bucket_bytes` determine, so equal calls have equal bits.
+    and `bucket_bytes` determine, so equal calls have equal bits. With `by_tree` that order is a
+    binary tree over the replicas, a power of two; each worker has one replica, on its CPU.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -58,7 +66,8 @@ def all_reduced(
         if dtype == tf.bfloat16 and not cpu_of_worker(context.strategy):
             vector = tf.cast(vector, tf.float32)  # NCCL does not sum bfloat16 in TensorFlow 2.21.
         sent = compression.compress(vector, key=indices[0])
-        total = tf.cast(_all_reduced_vector(sent), dtype)
+        sum_of = _tree_sum if by_tree else _all_reduced_vector
+        total = tf.cast(sum_of(sent), dtype)
         parts = tf.split(total, [tf.size(gradient) for gradient in bucket], num=len(bucket))
         for index, part in zip(indices, parts, strict=True):
             summed[index] = tf.reshape(part, tf.shape(gradients[index]))
@@ -81,6 +90,32 @@ def _all_reduced_vector(vector: Tensor) -> Tensor:
         instance_key = next(_instance_keys)
         tokens = [_token(instance_key)]
         return _ring_sum(vector, context.num_replicas_in_sync, _GROUP_KEY, instance_key, tokens)
+
+
+def _tree_sum(vector: Tensor) -> Tensor:
+    """The sum of `vector`, [n], over all replicas, along a binary tree over them.
+
+    Between workers: in round k, each worker exchanges its sum of 2 ** k replicas with one other
+    worker, so after log2(R) rounds all have the sum.
+    """
+    context = tf.distribute.get_replica_context()
+    device = cpu_of_worker(context.strategy)
+    if not device:
+
+        def add(strategy: tf.distribute.Strategy, vectors: Tensor) -> Tensor:
+            local = strategy.experimental_local_results(vectors)
+            return in_pairs(local.__getitem__, len(local), operator.add)
+
+        return context.merge_call(add, args=(vector,))
+    own = int(tf.get_static_value(context.replica_id_in_sync_group))
+    distance = 1
+    with tf.device(device):
+        while distance < context.num_replicas_in_sync:
+            # Of each pair: its first worker, and the round.
+            pair = _MOST_WORKERS * distance + (own & ~distance)
+            vector = _exchanged(vector, _GROUP_KEY_OF_PAIRS + pair)
+            distance *= 2
+    return vector
 
 
 def cpu_of_worker(strategy: tf.distribute.Strategy) -> str:
@@ -125,14 +160,14 @@ def _ring_sum(
     return tf.ensure_shape(total, vector.shape)
 
 
-def _exchanged(vector: Tensor) -> Tensor:
+def _exchanged(vector: Tensor, group_key: int = _GROUP_KEY) -> Tensor:
     """The sum of `vector`, [n], over two workers: each sends its vector to the other worker.
 
     A ring sends the same bytes in two messages, one after the other. The sum has the same bits.
     """
     # CollectiveGatherV2 does not support bfloat16, but it does not use the values either.
     sent = tf.bitcast(vector, tf.float16) if vector.dtype == tf.bfloat16 else vector
-    both = _gathered(sent, 2, _GROUP_KEY, next(_instance_keys))
+    both = _gathered(sent, 2, group_key, next(_instance_keys))
     first, second = tf.split(tf.bitcast(both, vector.dtype), 2)
     return tf.ensure_shape(first + second, vector.shape)
 

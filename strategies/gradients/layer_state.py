@@ -8,12 +8,14 @@ would evaluate with its own copy, but only the first one is saved and exported.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
+from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
+from strategies.gradients.parts import gradients_of_parts
 
 
 @contextlib.contextmanager
@@ -29,6 +31,45 @@ def averaged_over_replicas(variables: Sequence[tf.Variable]) -> Iterator[None]:
     before = [variable.read_value() for variable in variables]
     yield
     changes = [new.read_value() - old for new, old in zip(variables, before, strict=True)]
-    sums = all_reduced(changes, Compression())
+    _change_by_mean(variables, before, all_reduced(changes, Compression()), num_replicas)
+
+
+def gradients_of_virtual_replicas(
+    learner: Learner,
+    batch: Batch,
+    num_parts: int,
+    sums_of: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+) -> tuple[Sequence[Tensor], Tensor]:
+    """This replica's gradients and metric totals, of `num_parts` parts of a batch.
+
+    `sums_of` sums the changes of the layers' state over replicas, along a tree.
+    """
+    state = learner.layer_state
+    counters = [v for v in learner.forward_state if v.dtype.is_integer]
+    before = [variable.read_value() for variable in (*state, *counters)]
+
+    def compute(part: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+        # Each part begins with the state before the step.
+        for variable, value in zip((*state, *counters), before, strict=True):
+            variable.assign(value)
+        gradients, totals = learner.gradients(part)
+        new = [variable.read_value() for variable in state]
+        return gradients, [a - b for a, b in zip(new, before, strict=False)], totals
+
+    gradients, changes, totals = gradients_of_parts(compute, batch, num_parts, learner.num_dense)
+    _change_by_mean(state, before[: len(state)], sums_of(changes), learner.virtual_replicas)
+    return gradients, totals
+
+
+def _change_by_mean(
+    variables: Sequence[tf.Variable],
+    before: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    number: int,
+) -> None:
+    """Sets each of `variables` to its value `before` and the mean of `number` changes.
+
+    `sums` are the sums of the changes.
+    """
     for variable, old, total in zip(variables, before, sums, strict=True):
-        variable.assign(old + total / num_replicas)
+        variable.assign(old + total / number)

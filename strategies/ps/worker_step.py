@@ -12,13 +12,14 @@ Both kinds of parameter servers use these functions inside the graphs of their c
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
 from data.system.compat.autograph import autograph, no_autograph
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes, read_together
+from strategies.gradients.parts import gradients_of_parts, totals_of_parts
 from strategies.tables import rows_read_as
 
 # Gradients, in the order of the learner's variables, and metric totals.
@@ -44,12 +45,32 @@ def compute_gradients(
     strategy: tf.distribute.Strategy,
     batch: Batch,
     read_dtype: str,
+    num_parts: int = 0,
 ) -> _Computed:
     """A worker's gradients and metric totals, at `values` of `learner.gradient_inputs`.
 
     Rows of tables are sent to the worker as the type named `read_dtype`. If `values` is empty, the
-    learner reads its variables itself, after the op `after`.
+    learner reads its variables itself, after the op `after`. With `num_parts`, that many parts of
+    `batch` are computed alone, and the changes of the layers' state follow the dense gradients.
     """
+
+    def in_parts(
+        gradients: Callable[[Batch], _Computed], batch: Batch, values: Sequence[Tensor] = ()
+    ) -> _Computed:
+        if not num_parts:
+            return gradients(batch)
+        places = {id(variable): i for i, variable in enumerate(learner.gradient_inputs)}
+        state = [places[id(variable)] for variable in learner.layer_state]
+
+        def compute(part: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+            with learner.keeping_layer_state() as new:
+                computed, totals = gradients(part)
+            changes = [new[i] - values[i] if i in new else tf.zeros_like(values[i]) for i in state]
+            return computed, changes, totals
+
+        num_dense = learner.num_dense
+        computed, changes, totals = gradients_of_parts(compute, batch, num_parts, num_dense)
+        return [*computed[:num_dense], *changes, *computed[num_dense:]], totals
 
     def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:
         # The scopes are entered here: the strategy calls this function on another thread, where
@@ -57,13 +78,13 @@ def compute_gradients(
         with rows_read_as(read_dtype):
             if not values:
                 with tf.control_dependencies([after]):
-                    return autograph(learner.gradients)(batch)
+                    return in_parts(autograph(learner.gradients), batch)
             if learner.num_dense < len(learner.variables):
                 # Rows of tables are gathered after the step counter was read, too.
                 with tf.control_dependencies([after]):
                     batch = tf.nest.map_structure(tf.identity, batch)
             with _gather_rows_on_servers():
-                return learner.gradients_at(batch, values)
+                return in_parts(lambda part: learner.gradients_at(part, values), batch, values)
 
     computed: _Computed = strategy.run(compute, args=(batch, values, after))
     return computed
@@ -84,7 +105,12 @@ def compute_metrics(
         with _gather_rows_on_servers():
             return learner.evaluate_at(batch, values)
 
-    return strategy.run(evaluate, args=(batch, values))
+    def evaluate_parts(batch: Batch, values: Sequence[Tensor]) -> Tensor:
+        return totals_of_parts(lambda part: evaluate(part, values), batch, num_parts)
+
+    num_parts = learner.virtual_replicas
+
+    return strategy.run(evaluate_parts if num_parts else evaluate, args=(batch, values))
 
 
 @no_autograph

@@ -48,6 +48,30 @@ def test_1_then_4_then_2_then_3_workers_train_to_the_same_weights(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
+def test_virtual_replicas_have_the_bits_of_one_process_on_1_then_4_then_2_then_4_workers(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    flags = (*flags, "--config.virtual_replicas=4")
+    alone = train(TOPOLOGIES["mirrored-1"], tmp_path / "alone", *flags, "--config.pause_secs=0")
+    model_dir = tmp_path / "run"
+    listed = ",".join(f"localhost:{port}" for port in free_ports(4))
+    elastic = ("--min_workers=1", "--rejoin_secs=6")
+    with contextlib.ExitStack() as stack:
+        launchers = Launchers(stack, model_dir, listed, (*flags, *elastic))
+        launchers.start(1)
+        launchers.wait_for_group(1)
+        launchers.start(0, 2, 3)
+        launchers.wait_for_group(4)
+        launchers.kill(0)  # The chief: three are left, of which two train.
+        launchers.wait_for_group(2)
+        launchers.start(0)
+        launchers.wait_for_group(4)
+        launchers.finish(STEPS)
+    assert difference_from(alone, model_dir) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
 def test_host_that_was_frozen_while_another_took_over_does_no_harm(
     flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
 ) -> None:

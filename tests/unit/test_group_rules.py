@@ -266,3 +266,22 @@ def test_connected_leaves_out_as_few_hosts_as_it_finds() -> None:
     assert connected(range(5), {e for e in everyone if 2 not in e}) == {0, 1, 3, 4}
     assert connected([], everyone) == frozenset()
     assert connected([3], ()) == {3}
+
+
+def test_group_of_virtual_replicas_has_a_power_of_two_of_hosts() -> None:
+    rules = RULES._replace(powers_of_two=True)
+    world = all_there()
+    world.alive.remove(1)
+    world.wait(40)
+    assert set(map(tuple, world.wishes(rules).values())) == {(0, 2)}
+    world.change(rules)
+    # Host 3 is left out, and waits until a fourth host is there.
+    world.wait(40)
+    world.saved_step += 20
+    world.wait(5)
+    assert world.wishes(rules) == {}
+    world.restart(1)
+    world.wait(5)
+    world.saved_step += 20
+    world.wait(5)
+    assert set(map(tuple, world.wishes(rules).values())) == {(0, 1, 2, 3)}

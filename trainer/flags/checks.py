@@ -388,9 +388,11 @@ def _check_role_flags(cluster: Cluster) -> None:
 def check_sizes(recipe: Recipe, num_workers: int, num_ps: int) -> None:
     """Refuses flags that do not fit the number of workers, or of parameter servers."""
     num_summed = num_to_aggregate(recipe, num_workers)
-    if recipe.config.deterministic and num_ps and num_summed < num_workers:
+    parts = recipe.config.virtual_replicas
+    if (recipe.config.deterministic or parts) and num_ps and num_summed < num_workers:
+        option = f"config.virtual_replicas={parts}" if parts else "--deterministic"
         raise ConfigError(
-            "--deterministic: the steps of ps depend on which workers are fast, unless each step "
+            f"{option}: the steps of ps depend on which workers are fast, unless each step "
             "sums the gradients of all. Add --sync_replicas, without --replicas_to_aggregate."
         )
     secs, limit = recipe.config.local_steps.every_secs, flags.STALL_TIMEOUT_SECS.value
@@ -400,8 +402,11 @@ def check_sizes(recipe: Recipe, num_workers: int, num_ps: int) -> None:
             f"without progress it ends after --stall_timeout_secs={limit:g}. Type "
             f"--stall_timeout_secs={4 * secs:g}, or an every_secs of at most {limit / 2:g}."
         )
+    transfer = Transfer(**flags.values_of(Transfer))
+    if parts:
+        transfer.check_exact(parts)
     if flags.STRATEGY.value == "multiworker":
-        Transfer(**flags.values_of(Transfer)).check_between_workers(num_workers)
+        transfer.check_between_workers(num_workers)
     if num_ps and (flags.NUM_GPUS.value or 0) > 1:
         raise ConfigError(
             f"--num_gpus={flags.NUM_GPUS.value}: a worker of ps computes on one GPU. Leave it out, "

@@ -21,6 +21,7 @@ from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
 from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.console import Console
+from trainer.hooks.digest import DigestLines
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
@@ -84,7 +85,7 @@ def chief_hooks(
     """
     recipe, config, files = parts.recipe, parts.recipe.config, RunFiles(parts.model_dir)
     appended = RunFiles(local_dir(parts.model_dir))
-    lines = build_json_lines(appended.metrics, parts.inputs)
+    lines = build_json_lines(appended.metrics, parts.inputs, parts.learner)
     json_lines = Lossy(lines, appended.metrics)
     tensorboard = TensorBoard(
         appended.tensorboard,
@@ -164,10 +165,16 @@ def _hparams(config: Config) -> dict[str, bool | float | str]:
     return {n: v if isinstance(v := values[n], kinds) else str(v) for n in shown if n != "data_dir"}
 
 
-def build_json_lines(path: str, inputs: Inputs) -> JsonLines:
-    """Reports at `path`. Each line has the number of skipped records, if records may be skipped."""
+def build_json_lines(path: str, inputs: Inputs, learner: Learner | None = None) -> JsonLines:
+    """Reports at `path`. Each line has the number of skipped records, if records may be skipped.
+
+    With a `learner` that has virtual replicas, lines of training have digests of its variables.
+    """
     skipped = (inputs.records_skipped or {}).items()
-    return JsonLines(path, {split: {"records_skipped": count} for split, count in skipped})
+    always = {split: {"records_skipped": count} for split, count in skipped}
+    if learner and learner.virtual_replicas:
+        return DigestLines(path, always, learner)
+    return JsonLines(path, always)
 
 
 def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:

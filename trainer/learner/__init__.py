@@ -27,7 +27,8 @@ under every strategy.
 B is the number of examples of a replica's part of a batch.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -95,6 +96,7 @@ class Learner:
         notes: What the user should know about the model, the loss and the optimizer.
         loss_scale: The scale of the loss if the model computes in float16, else None.
         local_steps: None if the gradients of each step are summed over replicas.
+        virtual_replicas: As config.virtual_replicas.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Learner:
         self.origin = origin
         self.notes: list[str] = []
         self.batch_size = batch_size
+        self.virtual_replicas = options.virtual_replicas
         self.needs_seeds = bind(model)
         self._variables = variables = ModelVariables(model, options)
         self.tables, self.saved_tables = variables.tables, variables.saved_tables
@@ -173,9 +176,11 @@ class Learner:
     def compiles(self) -> bool:
         """True if XLA may compile all that a replica computes in a step, not only the gradient.
 
-        Methods of a subclass may have ops that XLA lacks.
+        Methods of a subclass may have ops that XLA lacks; and XLA merges operations, so that bits
+        depend on what it compiles together.
         """
-        return type(self) is Learner and self._differentiation.with_xla is not None
+        is_compiled = self._differentiation.with_xla is not None
+        return type(self) is Learner and is_compiled and not self.virtual_replicas
 
     @property
     def num_totals(self) -> int:
@@ -257,6 +262,17 @@ class Learner:
     def layer_state(self) -> Sequence[tf.Variable]:
         """The variables that layers change in training, each replica its own copy."""
         return self._variables.layer_state
+
+    @contextlib.contextmanager
+    def keeping_layer_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
+        """Inside, `gradients_at` does not change `layer_state`.
+
+        The mapping gets what it would be, by the index in `gradient_inputs`.
+        """
+        state = set(map(id, self.layer_state))
+        kept = {i for i, variable in enumerate(self.gradient_inputs) if id(variable) in state}
+        with self._differentiation.keeping(kept) as new:
+            yield new
 
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:

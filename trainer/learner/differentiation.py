@@ -8,15 +8,17 @@
 that the forward pass assigns.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import tensorflow as tf
 
 from strategies.base import Batch
+from strategies.gradients.parts import add_gradients, part_of_batch
 from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
-from trainer.step.gradients import Gradient, add_gradients
+from trainer.step.gradients import Gradient
 from trainer.step.loss_scale import LossScale, unscaled
 from trainer.step.xla_errors import described, is_of_xla
 
@@ -47,6 +49,8 @@ class Differentiation:
         self._needs_seeds, self._micro_batches = needs_seeds, micro_batches
         self.with_xla: tf.types.experimental.PolymorphicFunction | None = None
         self._may_stop_compiling = False
+        self._kept: Collection[int] = ()
+        self._new: dict[int, tf.Tensor] = {}
 
     def compile_with_xla(self, *, is_optional: bool) -> None:
         """Has XLA compile the gradient; if `is_optional`, `stop_compiling` may end it."""
@@ -64,6 +68,13 @@ class Differentiation:
         )
         return True
 
+    @contextlib.contextmanager
+    def keeping(self, kept: Collection[int]) -> Iterator[dict[int, tf.Tensor]]:
+        """Inside, new values of the inputs with these indices are collected, and not assigned."""
+        self._kept, self._new = kept, {}
+        yield self._new
+        self._kept = ()
+
     def gradients_at(
         self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool
     ) -> tuple[list[Gradient], tf.Tensor]:
@@ -73,10 +84,10 @@ class Differentiation:
         """
         values = None if values is None else list(values)
         num_parts = self._micro_batches
-        part = batch if num_parts == 1 else _micro_batch(batch, 0, num_parts)
+        part = part_of_batch(batch, 0, num_parts)
         gradients, totals = self._differentiate_and_assign(part, training, values)
         for i in range(1, num_parts):
-            part = _micro_batch(batch, i, num_parts)
+            part = part_of_batch(batch, i, num_parts)
             # In sequence, so that the activations of only one micro-batch are in memory.
             with tf.control_dependencies([g for g in gradients if g is not None]):
                 part = tf.nest.map_structure(tf.identity, part)
@@ -100,10 +111,14 @@ class Differentiation:
             gradients, totals, updates = self._differentiate_at(batch, training, values, scale)
         else:
             return self._differentiate(batch, training, self._variables.trained, scale)
-        for index, value in updates.items():
-            self._variables.inputs[int(index)].assign(value)
+        for key, value in updates.items():
+            index = int(key)
+            if index in self._kept:
+                self._new[index] = value
+            else:
+                self._variables.inputs[index].assign(value)
             if values is not None:
-                values[int(index)] = value
+                values[index] = value
         return gradients, totals
 
     def _differentiate_at(
@@ -146,13 +161,3 @@ class Differentiation:
         if scale is not None:
             gradients = unscaled(gradients, scale)
         return gradients, self._measure(labels, outputs, losses, weights=weights)
-
-
-def _micro_batch(batch: Batch, index: int, num_parts: int) -> Batch:
-    """Returns part `index` of the B examples of `batch`; the sizes differ by at most 1."""
-
-    def part_of(tensor: tf.Tensor) -> tf.Tensor:
-        size = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
-        return tensor[index * size // num_parts : (index + 1) * size // num_parts]
-
-    return tf.nest.map_structure(part_of, batch)

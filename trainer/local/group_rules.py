@@ -16,6 +16,7 @@ that grows with each change. Before the first change the group has all hosts.
 | fewer than `min_workers` would be left | no change |
 | under ps: the launcher of a worker has ended itself | at once without it |
 | under ps: a host with a ps is away | the others wait for it |
+| three of four hosts are left, with `powers_of_two` | two of them; the third waits for a fourth |
 
 A host is ready to join when a checkpoint was completed since it asked, or if the group did not
 train when it asked. Hosts that do not reach each other cannot train together: of two parts the
@@ -65,11 +66,14 @@ class Rules(NamedTuple):
     """`--min_workers` and `--rejoin_secs`; under ps also the hosts with a ps task.
 
     The group always has the hosts of `servers`, which are no workers: it waits for them.
+    With `powers_of_two`, as config.virtual_replicas needs it without servers, a group has a power
+    of two of hosts: those that are left out wait.
     """
 
     min_workers: int
     rejoin_secs: float
     servers: frozenset[int] = frozenset()
+    powers_of_two: bool = False
 
 
 class Sightings:
@@ -182,6 +186,9 @@ def next_members(group: Group, sightings: Sightings, rules: Rules) -> frozenset[
         return None
     able = sightings.extended(sightings.core, sightings.ready if is_complete else sightings.waiting)
     members = kept | able
+    if rules.powers_of_two:  # Members stay before others come.
+        ranked = sorted(members, key=lambda host: (host not in group.members, host))
+        members = frozenset(ranked[: 1 << len(ranked).bit_length() - 1])
     # A host outside the group decides only if no member is left to decide.
     has_say = sightings.own in group.members or not group.members & sightings.present
     if sightings.own not in able or not has_say:

@@ -120,7 +120,12 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
             own = cluster.trainers.index(cluster.task)
             policy = ElasticPolicy(
                 Membership(directory_of_logs(model_dir).parent, addresses, own),
-                Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value, servers),
+                Rules(
+                    flags.MIN_WORKERS.value,
+                    flags.REJOIN_SECS.value,
+                    servers,
+                    powers_of_two=recipe.config.virtual_replicas > 0 and not servers,
+                ),
                 # The code, the config and the flags that must be equal on all hosts of a run.
                 identity=str(as_number({**software(), **read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,

@@ -1,4 +1,4 @@
-"""Operations on gradients: addition, conversion to dense tensors, clipping.
+"""Operations on gradients: conversion to dense tensors, clipping.
 
 The gradient of an embedding is tf.IndexedSlices: rows and their indices, which may repeat. The
 gradient of a variable that the loss does not depend on is None.
@@ -13,17 +13,6 @@ from trainer.step.options import ClipConfig
 
 # Any: tf.Tensor | tf.IndexedSlices | None, but TensorFlow has no type information.
 Gradient: TypeAlias = Any
-
-
-def add_gradients(left: Gradient, right: Gradient) -> Gradient:
-    """Returns the sum of two gradients of one variable, which both are None or neither is."""
-    if left is None:
-        return right
-    if isinstance(left, tf.IndexedSlices):
-        values = tf.concat([left.values, right.values], axis=0)
-        indices = tf.concat([left.indices, right.indices], axis=0)
-        return tf.IndexedSlices(values, indices, left.dense_shape)
-    return left + right
 
 
 def to_dense(gradient: Gradient, variable: tf.Variable) -> tf.Tensor:

@@ -56,6 +56,12 @@ _TABLE: Sequence[_Row] = (
         "train alone. Leave one of them out.",
     ),
     _Row(
+        lambda layer: getattr(layer, "synchronized", False),
+        lambda use: use.config.virtual_replicas > 0,
+        "is synchronized=True: it communicates with other replicas, but with "
+        "config.virtual_replicas each part of a batch is computed alone. Leave one of them out.",
+    ),
+    _Row(
         lambda layer: isinstance(layer, keras.layers.RNN) and layer.stateful,
         lambda use: True,
         "is stateful=True, but the examples of a batch do not continue those of the batch before, "
@@ -65,12 +71,15 @@ _TABLE: Sequence[_Row] = (
     _Row(
         lambda layer: isinstance(layer, keras.layers.SpectralNormalization),
         lambda use: (
-            use.strategy == "ps" or use.config.jit_compile is True or use.config.micro_batches > 1
+            use.strategy == "ps"
+            or use.config.jit_compile is True
+            or use.config.micro_batches > 1
+            or use.config.virtual_replicas > 0
         ),
         "assigns its kernel in the forward pass. A gradient that is computed at values that were "
         "read before, as under --strategy=ps and with config.jit_compile, or in parts, as with "
-        "config.micro_batches, would be another one. Type --strategy=multiworker or "
-        "--strategy=mirrored, and leave the two options out.",
+        "config.micro_batches and config.virtual_replicas, would be another one. Type "
+        "--strategy=multiworker or --strategy=mirrored, and leave these options out.",
     ),
     _Row(
         lambda layer: any(v.aggregation == "sum" for v in own(layer, "non_trainable_variables")),

@@ -332,12 +332,16 @@ class StepOptions:
         micro_batches: Each replica computes its share of a batch in this many parts, one after
             another, and sums their gradients: the same step in less memory. Layers that mix
             examples, such as BatchNormalization, see one part at a time.
+        virtual_replicas: The number of parts, a power of two, in which each batch is computed, on
+            any number of replicas that is a power of two and not higher: the same weights to the
+            last bit on each (docs/options.md). 0 does not cut batches.
         class_weight: The weight in training of each class, by its index; 1 for others. A weight
             multiplies the loss of an example.
         clip, penalty, weight_decay, ema, loss_scale, local_steps: See trainer/step/options.py.
     """
 
     micro_batches: int = at_least(1, 1)
+    virtual_replicas: int = at_least(0, 0)
     class_weight: dict[int, float] = field(default_factory=dict)
     clip: ClipConfig = group(ClipConfig, with_tables="clip_norm=..., an argument of the layer")
     penalty: PenaltyConfig = group(PenaltyConfig)

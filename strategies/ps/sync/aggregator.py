@@ -342,6 +342,7 @@ class Aggregator:
 
         def apply() -> Tensor:
             gradients = self.buffers.begun(summed, state.step + 1)
+            gradients = self.buffers.change_layer_state(gradients)
             return tf.cast(self.strategy.run(self.learner.apply, args=(gradients,)), tf.int64)
 
         step = tf.cond(is_complete, apply, lambda: state.step)

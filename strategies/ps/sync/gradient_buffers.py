@@ -19,6 +19,7 @@ first, so a reader notices it afterwards.
 """
 
 import collections
+import functools
 import itertools
 import math
 import os
@@ -29,6 +30,7 @@ import tensorflow as tf
 
 from strategies.base import Learner, Tensor, read_now, value_of
 from strategies.gradients.coalescing import Bucket, is_small
+from strategies.gradients.parts import in_pairs
 from strategies.ps.former_rounds import kept_values
 from strategies.ps.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
@@ -47,6 +49,8 @@ class GradientBuffers:
         devices: The devices of all variables: a gradient is complete when each has its bucket.
         queues: The assignment queue of each worker slot, resources.
         locks: The locks of each worker slot, one on each of `devices`, resources.
+        sent: The variables whose gradients, or changes, workers send: `num_dense` dense ones, then
+            the parts of tables.
         num_totals: The size of the metric totals of a gradient, float64.
         name: Unique; for resources with names on workers.
     """
@@ -58,21 +62,27 @@ class GradientBuffers:
         self.step_device: str = learner.step.device
         self.name = f"{os.getpid()}-{time.time_ns()}"
         self.num_totals = learner.num_totals
+        # With virtual replicas, the changes of the layers' state are sent as gradients are.
+        self._virtual_replicas = learner.virtual_replicas
+        self._state = learner.layer_state if learner.virtual_replicas else ()
+        place = learner.num_dense
+        self.sent = [*learner.variables[:place], *self._state, *learner.variables[place:]]
+        self.num_dense = place + len(self._state)
         self._gradients: list[tf.Variable] = []
         self._are_small: list[bool] = []
         self._tags: dict[str, tf.Variable] = {}
         self._begun: dict[str, tf.Variable] = {}
         self._kept: Sequence[tf.Variable] = ()
-        self._parts = list(learner.variables[learner.num_dense :])
+        self._parts = self.sent[self.num_dense :]
         with strategy.scope():
-            for index, variable in enumerate((*learner.variables, learner.step)):
+            for index, variable in enumerate((*self.sent, learner.step)):
                 with strategy.extended.colocate_vars_with(variable):
                     if variable.device not in self._tags:
                         none = -tf.ones([num_slots, 2], tf.int64)
                         self._tags[variable.device] = tf.Variable(none, trainable=False)
                         mark = tf.Variable(learner.step.read_value(), trainable=False)
                         self._begun[variable.device] = mark
-                    if index < learner.num_dense:
+                    if index < self.num_dense:
                         # Made on the server: the chief would have to store and send them.
                         with tf.device(variable.device):
                             zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
@@ -220,8 +230,11 @@ class GradientBuffers:
         read: dict[str, list[Tensor]] = {device: [] for device in self._tags}
         for buffer, small in zip(self._gradients, self._are_small, strict=True):
             with tf.device(buffer.device):
-                add = _sum_of_small_rows if small else _sum_of_large_rows
-                summed.append(add(buffer, slots, number))
+                summed.append(
+                    _sum_of_rows(
+                        buffer, slots, number, is_small=small, by_tree=self._virtual_replicas > 0
+                    )
+                )
                 read[buffer.device].append(summed[-1])
         for index, part in enumerate(self._parts):
             with tf.device(part.device):
@@ -278,6 +291,23 @@ class GradientBuffers:
                 marked.append(tf.nest.map_structure(tf.identity, gradient, expand_composites=True))
         return marked
 
+    def change_layer_state(self, summed: list[Tensor]) -> list[Tensor]:
+        """Changes the layers' state by the mean of its changes, which are among the sums.
+
+        Returns the other sums, which come after that.
+        """
+        if not self._state:
+            return summed
+        first, last = self.num_dense - len(self._state), self.num_dense
+        changed = []
+        for variable, total in zip(self._state, summed[first:last], strict=True):
+            with tf.device(variable.device):
+                changed.append(variable.assign_add(total / self._virtual_replicas))
+        with tf.control_dependencies(changed):
+            gradients = [*summed[:first], *summed[last:]]
+            ordered = tf.nest.map_structure(tf.identity, gradients, expand_composites=True)
+        return list(ordered)
+
     def _row_buffer(self, part: int, num_slots: int) -> Tensor:
         """A variable, [worker slots], of pairs (ids, rows), which have any number of rows."""
         variable = self._parts[part]
@@ -307,22 +337,27 @@ class GradientBuffers:
         return tf.IndexedSlices(tf.concat(rows, axis=0), tf.concat(ids, axis=0))
 
 
-def _sum_of_small_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:
-    """The sum of the rows of `number` worker slots, in the order of `slots`."""
+def _sum_of_rows(
+    buffer: tf.Variable, slots: Tensor, number: int, *, is_small: bool, by_tree: bool
+) -> Tensor:
+    """The sum of the rows of `number` worker slots, in the order of `slots` or along a tree.
+
+    Large rows are read one at a time: together they take much memory.
+    """
     # Not tf.reduce_sum: from 8 rows on it adds them in another order.
-    total, *rows = tf.unstack(buffer.sparse_read(slots), num=number)
-    for row in rows:
-        total += row
-    return total
+    rows = tf.unstack(buffer.sparse_read(slots), num=number) if is_small else []
+    former: list[Tensor] = []
 
+    def row(index: int) -> Tensor:
+        with tf.control_dependencies(former):
+            return rows[index] if is_small else buffer.sparse_read(slots[index])
 
-def _sum_of_large_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:
-    """`_sum_of_small_rows`, but reads one row at a time: together they take much memory."""
-    total = buffer.sparse_read(slots[0])
-    for index in range(1, number):
-        with tf.control_dependencies([total]):
-            total += buffer.sparse_read(slots[index])
-    return total
+    def add(left: Tensor, right: Tensor) -> Tensor:
+        total = left + right
+        former[:] = [] if is_small else [total]
+        return total
+
+    return in_pairs(row, number, add) if by_tree else functools.reduce(add, map(row, range(number)))
 
 
 def _write_row(variable: tf.Variable, slot: Tensor, row: Tensor) -> Tensor:

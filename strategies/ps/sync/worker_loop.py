@@ -145,19 +145,29 @@ class WorkerLoop:
         row, values = read_variables(learner, at_queue, self.read_dtype)
         assignment = unpack(Assignment, row)
         is_computed = (assignment.attempt >= 0) & tf.not_equal(assignment.step, NONE)
-        variables, parts = learner.variables, learner.variables[learner.num_dense :]
+        variables, num_dense, parts = (
+            buffers.sent,
+            buffers.num_dense,
+            buffers.sent[buffers.num_dense :],
+        )
         present: list[int] = []  # The indices of dense gradients that are not None.
 
         def compute() -> _BranchResult:
             batch = self._batch(assignment.sub_batch, inputs.starts, inputs.tickets)
             gradients, totals = compute_gradients(
-                values, row, learner, self.strategy, batch, self.read_dtype
+                values,
+                row,
+                learner,
+                self.strategy,
+                batch,
+                self.read_dtype,
+                num_parts=learner.virtual_replicas // len(self.lanes),
             )
-            present[:] = [i for i in range(learner.num_dense) if gradients[i] is not None]
+            present[:] = [i for i in range(num_dense) if gradients[i] is not None]
             dense = [tf.ensure_shape(gradients[i], variables[i].shape) for i in present]
             rows = [
                 _no_rows(part) if gradient is None else (gradient.indices, gradient.values)
-                for gradient, part in zip(gradients[learner.num_dense :], parts, strict=True)
+                for gradient, part in zip(gradients[num_dense:], parts, strict=True)
             ]
             return totals, dense, rows
 

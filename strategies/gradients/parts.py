@@ -1,0 +1,113 @@
+"""The parts of a batch of `config.virtual_replicas`: a step has the same bits on any topology.
+
+    gradients, changes, totals = gradients_of_parts(compute, batch, num_parts=4, num_dense=6)
+    total = in_pairs([a, b, c, d].__getitem__, 4, operator.add)     # (a + b) + (c + d)
+
+A batch has V parts, a power of two, however many replicas there are: R, a power of two, at most V.
+Each replica computes the gradients of V / R parts, one after another, and all gradients are added
+along one binary tree over the V parts. The lower levels of the tree are within a replica, the upper
+ones between replicas. So each addition has the same two operands on any number of replicas.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import tensorflow as tf
+
+from data.system.compat.autograph import no_autograph
+from strategies.base import Batch, Tensor
+from strategies.gradients.coalescing import present
+
+# Metric totals of a part are rounded to multiples of 2 ** -32. Sums of such numbers below 2 ** 21
+# are exact in float64, so they may be added in any order.
+_TOTALS_UNIT = 2.0**-32
+
+_Value = TypeVar("_Value")
+# Gradients, changes of the layers' state, metric totals.
+_OfPart: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor], Tensor]
+
+
+def in_pairs(
+    value: Callable[[int], _Value], number: int, add: Callable[[_Value, _Value], _Value]
+) -> _Value:
+    """(value(0) + value(1)) + (value(2) + value(3)) ...: `number`, a power of two, of values.
+
+    Each is computed when it is added, so that at most log2(number) + 1 of them are in memory.
+    """
+
+    def of_range(first: int, count: int) -> _Value:
+        if count == 1:
+            return value(first)
+        left = of_range(first, count // 2)
+        return add(left, of_range(first + count // 2, count // 2))
+
+    return of_range(0, number)
+
+
+# Any: a gradient is a tensor, tf.IndexedSlices or None; TensorFlow has no type information.
+def add_gradients(left: Any, right: Any) -> Any:
+    """Returns the sum of two gradients of one variable, which both are None or neither is."""
+    if left is None:
+        return right
+    if isinstance(left, tf.IndexedSlices):
+        values = tf.concat([left.values, right.values], axis=0)
+        indices = tf.concat([left.indices, right.indices], axis=0)
+        return tf.IndexedSlices(values, indices, left.dense_shape)
+    return left + right
+
+
+def part_of_batch(batch: Batch, index: int, num_parts: int) -> Batch:
+    """Returns part `index` of the B examples of `batch`; the sizes differ by at most 1."""
+
+    def part_of(tensor: tf.Tensor) -> tf.Tensor:
+        size = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
+        return tensor[index * size // num_parts : (index + 1) * size // num_parts]
+
+    return batch if num_parts == 1 else tf.nest.map_structure(part_of, batch)
+
+
+@no_autograph
+def gradients_of_parts(
+    compute: Callable[[Batch], _OfPart],
+    batch: Batch,
+    num_parts: int,
+    num_dense: int,
+) -> _OfPart:
+    """The sums over the parts of this replica's part of a batch, each computed alone.
+
+    `compute` returns the gradients of a part, the first `num_dense` for dense variables, the
+    changes of the layers' state, and metric totals. So does this function; sums of its totals are
+    exact.
+    """
+    former: list[Tensor] = []
+
+    def of_part(index: int) -> _OfPart:
+        # In sequence, so that the activations of only one part are in memory.
+        with tf.control_dependencies(former):
+            part = tf.nest.map_structure(tf.identity, part_of_batch(batch, index, num_parts))
+        gradients, changes, totals = compute(part)
+        # Rows of an index that occurs several times are added within a part, as other gradients.
+        dense = [
+            tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+            for gradient in gradients[:num_dense]
+        ]
+        gradients = [*dense, *gradients[num_dense:]]
+        former[:] = present([*gradients, *changes])
+        return gradients, changes, _exact(totals)
+
+    def add(left: _OfPart, right: _OfPart) -> _OfPart:
+        gradients, changes = (list(map(add_gradients, left[i], right[i])) for i in range(2))
+        return gradients, changes, left[2] + right[2]
+
+    return in_pairs(of_part, num_parts, add)
+
+
+@no_autograph
+def totals_of_parts(evaluate: Callable[[Batch], Tensor], batch: Batch, num_parts: int) -> Tensor:
+    """The sum of the metric totals of the parts of `batch`, which later sums keep exact."""
+    totals = [evaluate(part_of_batch(batch, index, num_parts)) for index in range(num_parts)]
+    return tf.add_n(list(map(_exact, totals)))
+
+
+def _exact(totals: Tensor) -> Tensor:
+    return tf.round(totals / _TOTALS_UNIT) * _TOTALS_UNIT

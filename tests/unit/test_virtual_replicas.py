@@ -1,0 +1,163 @@
+"""config.virtual_replicas: the order of sums, exact totals, digests, and what is refused."""
+
+import itertools
+import operator
+import re
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies.gradients.parts import gradients_of_parts, in_pairs, totals_of_parts
+from strategies.transfer import Transfer, TransferError
+from trainer.config import Config
+from trainer.config_checks import check, check_replicas
+from trainer.hooks.digest import digest
+from trainer.step.layer_options import Use, check_layers
+from trainer.step.options import ConfigError, LocalStepsConfig
+
+
+def test_values_are_added_along_one_tree_and_computed_when_they_are_needed() -> None:
+    log: list[str] = []
+
+    def value(index: int) -> str:
+        log.append(str(index))
+        return str(index)
+
+    def add(left: str, right: str) -> str:
+        log.append(f"({left}{right})")
+        return log[-1]
+
+    assert in_pairs(value, 8, add) == "(((01)(23))((45)(67)))"
+    assert log[:7] == ["0", "1", "(01)", "2", "3", "(23)", "((01)(23))"]
+    assert in_pairs(value, 1, add) == "0"
+    # The sum of a replica's range of parts is a node of the tree.
+    halves = [
+        in_pairs(list("0123").__getitem__, 4, add),
+        in_pairs(list("4567").__getitem__, 4, add),
+    ]
+    assert in_pairs(halves.__getitem__, 2, add) == "(((01)(23))((45)(67)))"
+
+
+def test_parts_are_computed_alone_and_their_rows_are_added_within_each() -> None:
+    batch = tf.reshape(tf.range(8.0), [8, 1])
+    seen: list[Sequence[float]] = []
+
+    def compute(part: tf.Tensor) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor], tf.Tensor]:
+        seen.append(part.numpy().ravel().tolist())
+        total = tf.reduce_sum(part)
+        rows = tf.IndexedSlices(part, tf.constant([1, 1]), tf.constant([3, 1]))
+        return [total, rows, None, rows], [total * 10.0], tf.cast(total, tf.float64)[tf.newaxis]
+
+    gradients, changes, totals = gradients_of_parts(compute, batch, num_parts=4, num_dense=3)
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    dense, made_dense, absent, rows = gradients
+    assert float(dense) == 28
+    assert made_dense.numpy().ravel().tolist() == [0, 28, 0]
+    assert absent is None
+    assert rows.values.numpy().ravel().tolist() == list(range(8))
+    assert [float(change) for change in changes] == [280.0]
+    assert totals.numpy() == [28.0]
+
+
+def test_totals_of_parts_have_the_same_sum_in_any_order() -> None:
+    random = np.random.default_rng(0)
+    values = tf.constant(random.lognormal(0, 4, size=[6, 1]))
+    rounded = [totals_of_parts(lambda part: part[0], v[tf.newaxis], 1) for v in values]
+    sums = {in_sequence(order) for order in itertools.permutations([float(v[0]) for v in rounded])}
+    assert len(sums) == 1
+    assert sums.pop() == pytest.approx(float(tf.reduce_sum(values)), abs=1e-8)
+    plain = {in_sequence(order) for order in itertools.permutations(values.numpy().ravel())}
+    assert len(plain) > 1  # So these values can show it.
+
+
+def in_sequence(values: Sequence[float]) -> float:
+    total = 0.0
+    for value in values:
+        total = total + float(value)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.float64, tf.int32, tf.bool])
+def test_digest_knows_each_bit_and_each_place(dtype: tf.DType) -> None:
+    value = np.arange(1, 7) % 2 if dtype == tf.bool else np.arange(1, 7)
+
+    def of(values: Sequence[int]) -> int:
+        variable = tf.Variable(tf.cast(values, dtype))
+        return int(digest(variable).numpy())
+
+    first = of(list(value))
+    assert of(list(value)) == first
+    swapped = [value[1], value[0], *value[2:]]
+    changed = [*value[:-1], 0 if dtype != tf.bool else 1 - value[-1]]
+    assert len({first, of(swapped), of(changed), of(list(value[:-1]))}) == 4
+
+
+def test_digest_of_one_bit_of_a_float() -> None:
+    one = tf.Variable([1.0, 2.0])
+    other = tf.Variable([np.nextafter(np.float32(1.0), np.float32(2.0)), 2.0])
+    negative = tf.Variable([-0.0]), tf.Variable([0.0])
+    assert int(digest(one)) != int(digest(other))
+    assert int(digest(negative[0])) != int(digest(negative[1]))
+
+
+REFUSED: Sequence[tuple[Mapping[str, object], int, str]] = (
+    ({"virtual_replicas": 6}, 1, "must be 0 or a power of two"),
+    ({"virtual_replicas": 4, "local_steps": LocalStepsConfig(every=10)}, 1, "Leave one of the two"),
+    ({"virtual_replicas": 4}, 3, "a power of two up to 4. Received: 3"),
+    ({"virtual_replicas": 4}, 8, "a power of two up to 4. Received: 8"),
+    ({"virtual_replicas": 4, "batch_size": 66}, 2, "Type --config.batch_size=68"),
+    ({"virtual_replicas": 4, "eval_batch_size": 66}, 2, "Type --config.eval_batch_size=68"),
+)
+
+
+@pytest.mark.parametrize(("fields", "num_replicas", "message"), REFUSED)
+def test_what_has_no_equal_bits_is_refused(
+    fields: Mapping[str, object], num_replicas: int, message: str
+) -> None:
+    def check_both(config: Config) -> None:
+        check(config)
+        check_replicas(config, num_replicas)
+
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_both(Config(**fields))  # type: ignore[arg-type]
+
+
+def test_lanes_must_be_a_multiple_of_the_parts() -> None:
+    config = Config(virtual_replicas=4, batch_size=64)
+    config.data.lanes = 2
+    check(config)
+    with pytest.raises(ConfigError, match=r"must divide config.data.lanes"):
+        check_replicas(config, 2)
+    config.data.lanes = 8
+    check_replicas(config, 2)
+
+
+@pytest.mark.parametrize(
+    "transfer", [Transfer(wire_dtype="bfloat16"), Transfer(read_dtype="float16")]
+)
+def test_tensors_that_are_rounded_on_their_way_are_refused(transfer: Transfer) -> None:
+    with pytest.raises(TransferError, match=r"Leave out --wire_dtype and --read_dtype"):
+        transfer.check_exact(4)
+    Transfer().check_exact(4)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        keras.layers.BatchNormalization(synchronized=True),
+        keras.layers.SpectralNormalization(keras.layers.Dense(3)),
+    ],
+)
+def test_layers_that_see_more_than_a_part_are_refused(layer: keras.layers.Layer) -> None:
+    model = keras.Sequential([keras.Input((3,)), layer])
+    with pytest.raises(ConfigError, match=r"config\.virtual_replicas"):
+        check_layers(model, "model.py", Use("mirrored", 1, Config(virtual_replicas=4)))
+    check_layers(model, "model.py", Use("mirrored", 1, Config()))
+
+
+def test_tree_of_two_and_of_four_numbers_differ_from_a_chain() -> None:
+    values = [np.float32(x) for x in (1e8, 1.0, -1e8, 1.0)]
+    assert in_pairs(values.__getitem__, 4, operator.add) != sum(values)

@@ -1,0 +1,78 @@
+"""Digests of the weights in metrics.jsonl, with `config.virtual_replicas`.
+
+    lines = DigestLines("model_dir/metrics.jsonl", always, learner)
+    lines.write(100, "train", {"loss": 0.5})    # ... "digests": {"dense/kernel": "0f3a...", ...}
+
+So `trainer.compare` finds the first report at which two runs differ, and the variables, without
+checkpoints.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import tensorflow as tf
+from typing_extensions import override
+
+from data.split_mix import finalized
+from trainer.hooks.writers import JsonLines, Values
+from trainer.learner import Learner
+from trainer.run_files import DIGESTS
+
+OPTIMIZER = "optimizer"
+# The type with the bits of an element, by its size in bytes.
+_WORDS = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
+
+
+class DigestLines(JsonLines):
+    """Adds the digests of a learner's variables to each report of training.
+
+    One for each variable of the model, by its path, and one for all states of the optimizer. Rows
+    of a ShardedEmbedding are left out: how they are divided depends on the strategy.
+    """
+
+    def __init__(self, path: str, always: Mapping[str, Values], learner: Learner) -> None:
+        super().__init__(path, always)
+        named = {v.path: v.value for v in learner.model.variables if hasattr(v, "value")}
+        states = [v.value for v in learner.optimizer.variables]
+
+        @tf.function(autograph=False)
+        def digests() -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+            of_states = [digest(state) for state in states if state.dtype.size in _WORDS]
+            of_model = {
+                name: digest(variable)
+                for name, variable in named.items()
+                if variable.dtype.size in _WORDS
+            }
+            return of_model, tf.add_n(of_states)
+
+        self._digests = digests
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        if split == "train":
+            of_model, of_optimizer = self._digests()
+            found = {**of_model, OPTIMIZER: of_optimizer}
+            shown = {name: f"{int(value) % 2**64:016x}" for name, value in found.items()}
+            values = {**values, DIGESTS: shown}
+        super().write(step, split, values)
+
+
+def digest(variable: tf.Variable) -> tf.Tensor:
+    """64 bits of the value of `variable`, int64 []: a sum of integers, so their order is no matter.
+
+    Each element counts as random bits of its bits and its index.
+    """
+    with tf.device(variable.device):
+        value = tf.reshape(tf.convert_to_tensor(variable), [-1])
+        if value.dtype == tf.bool:
+            value = tf.cast(value, tf.uint8)
+        bits = tf.cast(tf.bitcast(value, _WORDS[value.dtype.size]), tf.uint64)
+        places = tf.cast(tf.range(1, tf.size(bits) + 1), tf.uint64)
+        mixed = _mixed(_mixed(places) ^ bits)
+        return tf.reduce_sum(tf.cast(mixed, tf.int64))
+
+
+def _mixed(states: tf.Tensor) -> tf.Tensor:
+    return finalized(
+        states, functools.partial(tf.constant, dtype=tf.uint64), tf.bitwise.right_shift
+    )
