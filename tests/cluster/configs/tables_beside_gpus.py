@@ -1,4 +1,4 @@
-"""tables.py, with the replica of each worker on a second logical CPU, which stands in for a GPU."""
+"""tables.py, with two replicas a worker, on logical CPUs of their own, which stand in for GPUs."""
 
 import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import (  # noqa: TID251
@@ -9,13 +9,13 @@ from tests.cluster.configs.tables import build_model as build_model
 from tests.cluster.configs.tables import get_config as get_config
 
 tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
 )
 
 
-def second_cpu(_: object, __: object, worker: str) -> tuple[tuple[str], str]:
+def other_cpus(_: object, __: object, worker: str) -> tuple[tuple[str, ...], str]:
     """The local devices of a worker, which would be its GPUs, and their kind."""
-    return (f"{worker}/device:CPU:1",), "CPU"
+    return tuple(f"{worker}/device:CPU:{index}" for index in (1, 2)), "CPU"
 
 
-CollectiveAllReduceExtended._initialize_local_devices = second_cpu
+CollectiveAllReduceExtended._initialize_local_devices = other_cpus
