@@ -198,6 +198,10 @@ CASES = {
     "batch smaller than the workers": Case(
         f"{MULTI} --workers=4 --batch_size=3 --data_dir={{digits}}", ("batch_size=3", "4 replicas")
     ),
+    "rounds of local steps that would look like a stall": Case(
+        f"{MULTI} --config.local_steps.every_secs=200 --data_dir={{digits}}",
+        ("every_secs=200", "--stall_timeout_secs=800"),
+    ),
     "model_dir that cannot be written": Case(
         "--data_dir={digits}", ("--model_dir={tmp}/run",), make=model_dir_is_a_file
     ),
