@@ -85,10 +85,10 @@ class Learner(Protocol):
     def layer_state(self) -> Sequence[tf.Variable]:
         """The variables that `gradients` changes, each replica its own copy: moving statistics."""
 
-    def keeping_layer_state(self) -> contextlib.AbstractContextManager[Mapping[int, Tensor]]:
-        """Inside, `gradients_at` does not change the layers' state.
+    def keeping_state(self) -> contextlib.AbstractContextManager[Mapping[int, Tensor]]:
+        """Inside, `gradients_at` changes no variable.
 
-        The mapping gets what it would be, by the index in `gradient_inputs`.
+        The mapping gets what they would be, by the index in `gradient_inputs`.
         """
 
     @property

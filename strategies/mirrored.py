@@ -51,6 +51,7 @@ class MirroredExecutor(Executor):
         self._compression = Compression(transfer.wire_dtype, self.num_replicas)
         self._bucket_bytes: float = _GPU_BUCKET_BYTES if self._has_gpus else _CPU_BUCKET_BYTES
         self._local_replicas = self._replicas_of_this_process()
+        self._num_parts = 0  # Of the share of a replica, with config.virtual_replicas.
         self._marks: StepMarks | None = None
         self._rounds: LocalRounds | None = None
         self._seconds = {"run": 0.0, "evaluate": 0.0}
@@ -86,6 +87,7 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
         local = learner.local_steps
         is_timed = local is not None and local.every_secs > 0
+        self._num_parts = learner.virtual_replicas // self.num_replicas
         self._marks = self._new_marks()
         if local and self._marks:
             self._rounds = LocalRounds(
@@ -156,17 +158,12 @@ class MirroredExecutor(Executor):
     def _gradients(self, batch: Batch) -> tuple[Sequence[Tensor], tf.Tensor]:
         """`Learner.gradients`, with equal states of layers on all replicas."""
         learner = self._learner
-        if learner.virtual_replicas:
+        if self._num_parts:
             return gradients_of_virtual_replicas(
                 learner, batch, self._num_parts, self._summed_over_replicas
             )
         with averaged_over_replicas(learner.layer_state):
             return learner.gradients(batch)
-
-    @property
-    def _num_parts(self) -> int:
-        """The number of parts of the share of a replica, with `config.virtual_replicas`."""
-        return self._learner.virtual_replicas // self.num_replicas
 
     def _new_marks(self) -> StepMarks | None:
         """The marks of complete steps; None if a failure finds no step that has begun."""
@@ -205,8 +202,8 @@ class MirroredExecutor(Executor):
     def _summed_over_replicas(
         self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
     ) -> Sequence[Tensor]:
-        by_tree = self._learner.virtual_replicas > 0
-        summed = all_reduced(gradients, self._compression, self._bucket_bytes, by_tree=by_tree)
+        by_tree, bucket_bytes = self._num_parts > 0, self._bucket_bytes
+        summed = all_reduced(gradients, self._compression, bucket_bytes, by_tree=by_tree)
         return [*summed, *all_reduced(exact, Compression(), self._bucket_bytes)]
 
     @override
@@ -322,6 +319,7 @@ class MirroredExecutor(Executor):
     def start_evaluation(self, learner: Learner, evaluation: Reader) -> None:
         """Prepares only `evaluate`, as the evaluator task needs it; `start` calls it too."""
         self._learner = learner
+        self._num_parts = learner.virtual_replicas // self.num_replicas
         self._evaluation = evaluation
         lanes, offsets = self._lanes(evaluation), self._replica_offsets(evaluation)
         # On a GPU, batches are finished there; on CPUs, by the threads that read them.
@@ -330,7 +328,7 @@ class MirroredExecutor(Executor):
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             batch = evaluation.finished(batch) if self._has_gpus else batch
-            if learner.virtual_replicas:
+            if self._num_parts:
                 return totals + totals_of_parts(learner.evaluate, batch, self._num_parts)
             return totals + learner.evaluate(batch)
 

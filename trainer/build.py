@@ -96,14 +96,8 @@ def check_for_strategy(
             f"of {config.local_steps.every}"
         )
         learner.notes += _without_overlap(config)
-    is_own = learner.overrides_gradients
-    if config.virtual_replicas and strategy == "ps" and learner.layer_state and is_own:
-        raise ConfigError(
-            f"config.virtual_replicas={config.virtual_replicas}: the model of {recipe.path} has "
-            "moving statistics, and its Learner overrides `gradients`, so that workers of ps "
-            "change them one after the other. Type --strategy=multiworker, or use layers without "
-            "them, such as GroupNormalization."
-        )
+    if config.virtual_replicas:
+        _check_virtual_replicas(learner, recipe, strategy)
     if config.complete_checkpoint_every > 1 and not learner.tables:
         raise ConfigError(
             f"config.complete_checkpoint_every={config.complete_checkpoint_every}: the model of "
@@ -134,6 +128,23 @@ def _without_overlap(config: Config) -> list[str]:
         f"config.local_steps.overlap has no effect with config.{name}={steps}: replicas wait for a "
         f"complete average there. Type --config.{name}={10 * every}, for example."
     ]
+
+
+def _check_virtual_replicas(learner: Learner, recipe: Recipe, strategy: str) -> None:
+    """Raises ConfigError if `learner` may change state by its `gradients` that is not averaged."""
+    if not learner.overrides_gradients:
+        return
+    is_changed = {
+        "moving statistics, which workers of ps would change one after the other": (
+            strategy == "ps" and learner.layer_state
+        ),
+        "state of its own, which each replica would change by its own parts": learner.has_own_state,
+    }
+    for what in (what for what, is_true in is_changed.items() if is_true):
+        raise ConfigError(
+            f"config.virtual_replicas={recipe.config.virtual_replicas}: the Learner of "
+            f"{recipe.path} overrides `gradients`, and has {what}. Leave the option out."
+        )
 
 
 def check_standby(checkpointer: Checkpointer, path: str, every_steps: int) -> None:

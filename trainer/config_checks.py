@@ -95,6 +95,8 @@ def check_sub_batches(config: Config, num_sub_batches: int, num_workers: int) ->
     """
     lanes = num_lanes(config)
     has_backups = num_sub_batches < num_workers
+    if config.virtual_replicas:
+        check_virtual_replicas(config, num_sub_batches)
     if lanes < num_sub_batches or (has_backups and lanes % num_sub_batches):
         raise ConfigError(
             f"--replicas_to_aggregate={num_sub_batches} of {num_workers} workers needs a number of "
@@ -121,14 +123,15 @@ def check_replicas(config: Config, num_replicas: int) -> None:
             f"{num_replicas} up: {config.batch_size}, for example."
         )
     smallest = lanes // num_replicas * (config.batch_size // lanes)
+    if config.virtual_replicas:
+        check_virtual_replicas(config, num_replicas)
+        smallest = config.batch_size // config.virtual_replicas
     if config.micro_batches > smallest:
         raise ConfigError(
             f"config.micro_batches={config.micro_batches} cuts a replica's share into more parts "
             f"than the {smallest} examples it may have: batch_size={config.batch_size} on "
             f"{num_replicas} replica(s). Type --config.micro_batches={smallest}, or less."
         )
-    if parts := config.virtual_replicas:
-        _check_virtual_replicas(config, parts, num_replicas)
     if lanes % num_replicas and (chosen := config.local_steps.chosen):
         raise ConfigError(
             f"{chosen} needs replicas with equal shares of a batch. "
@@ -141,7 +144,9 @@ def check_replicas(config: Config, num_replicas: int) -> None:
         log.warning(message, config.batch_size, num_replicas)
 
 
-def _check_virtual_replicas(config: Config, parts: int, num_replicas: int) -> None:
+def check_virtual_replicas(config: Config, num_replicas: int) -> None:
+    """Raises ConfigError if `num_replicas` cannot have equal parts of a batch."""
+    parts = config.virtual_replicas
     if num_replicas > parts or parts % num_replicas:
         raise ConfigError(
             f"config.virtual_replicas={parts} needs a number of replicas that is a power of two up "

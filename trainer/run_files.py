@@ -79,7 +79,7 @@ RESTARTS = "restarts.jsonl"  # In the directory of the tasks' logs.
 MEMBERSHIP = "membership"  # In the model directory.
 _GROUP = re.compile(r"group-(\d{8})\.json")  # In MEMBERSHIP.
 _LATEST = "latest"
-_TAIL_BYTES = 65_536  # Reports are short: the last part of metrics.jsonl has the last ones.
+_TAIL_BYTES = 1 << 20  # The last part of metrics.jsonl, which has the last reports.
 # The newest step with a checkpoint, and the newest reported step.
 Progress: TypeAlias = tuple[int, int]
 Document: TypeAlias = Mapping[str, Any]  # A JSON object. Its values have no common type.

@@ -18,9 +18,9 @@ from data.system.compat.autograph import no_autograph
 from strategies.base import Batch, Tensor
 from strategies.gradients.coalescing import present
 
-# Metric totals of a part are rounded to multiples of 2 ** -32. Sums of such numbers below 2 ** 21
+# Metric totals of a part are rounded to multiples of 2 ** -24. Sums of such numbers below 2 ** 29
 # are exact in float64, so they may be added in any order.
-_TOTALS_UNIT = 2.0**-32
+_TOTALS_UNIT = 2.0**-24
 
 _Value = TypeVar("_Value")
 # Gradients, changes of the layers' state, metric totals.

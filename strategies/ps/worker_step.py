@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from data.system.compat.autograph import autograph, no_autograph
+from data.system.errors import UsageError
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes, read_together
 from strategies.gradients.parts import gradients_of_parts, totals_of_parts
@@ -63,8 +64,15 @@ def compute_gradients(
         state = [places[id(variable)] for variable in learner.layer_state]
 
         def compute(part: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
-            with learner.keeping_layer_state() as new:
+            with learner.keeping_state() as new:
                 computed, totals = gradients(part)
+            for index in new.keys() - set(state):
+                name = learner.gradient_inputs[index].name
+                raise UsageError(
+                    f"config.virtual_replicas under --strategy=ps: a layer changes {name}, which "
+                    "is not a moving statistic, and workers would change it one after the other. "
+                    "Type --strategy=multiworker, or leave the option out."
+                )
             changes = [new[i] - values[i] if i in new else tf.zeros_like(values[i]) for i in state]
             return computed, changes, totals
 

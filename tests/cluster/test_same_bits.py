@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Run, Topology, start, train
+from tests.cluster.runs import TOPOLOGIES, Run, Topology, read_metrics, start, train
 from trainer.compare import compare
+from trainer.hooks.digest import OPTIMIZER
 from trainer.run_files import DIGESTS
 
 CONFIG = "--config=tests/cluster/configs/same_bits.py"
+STEPS = 120
 TWO_THREADS = Topology("mirrored-1", "mirrored", ("--replicas=1", "--num_threads=2"))
 FOUR = Topology("mirrored-4", "mirrored", ("--replicas=4", "--num_threads=1"))
 FOUR_WORKERS = Topology(
@@ -37,11 +39,11 @@ def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def assert_equal(left: Run, right: Run) -> None:
     found = compare(str(left.model_dir), str(right.model_dir))
     assert found.is_equal, found
-    assert found.num_reports == 8
-    assert found.steps[-1] == 60
+    assert found.num_reports == 16
+    assert found.steps[-1] == STEPS
     ours, theirs = (run.metrics("train")[-1][DIGESTS] for run in (left, right))
     assert ours == theirs
-    assert {"conv2d/kernel", "batch_normalization/moving_mean", "optimizer"} <= ours.keys()
+    assert {"conv2d/kernel", "batch_normalization/moving_mean", OPTIMIZER} <= ours.keys()
 
 
 @pytest.mark.parametrize(
@@ -60,13 +62,15 @@ def test_killed_run_continues_on_other_topologies_with_the_same_bits(
     alone: Run, digits: Path, tmp_path: Path
 ) -> None:
     flags = (CONFIG, f"--data_dir={digits}")
-    for topology, step in ((FOUR, 20), (TOPOLOGIES["multiworker-2"], 40)):
+    for topology, step in ((FOUR, 30), (TOPOLOGIES["multiworker-2"], 60)):
         with start(topology, tmp_path / "run", *flags, "--config.steps_per_call=1") as process:
-            process.wait_for_step(step + 10)
+            process.wait_for_step(step)
             for each in process.family():
                 each.send_signal(signal.SIGKILL)
             process.wait_for_family_to_end()
+        assert max(line["step"] for line in read_metrics(tmp_path / "run")) < STEPS
     run = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags)
+    assert "resuming from step" in run.stdout
     assert_equal(alone, run)
 
 

@@ -47,7 +47,12 @@ class Play:
                 return self.step.assign_add(1)
 
         learner: Any = SimpleNamespace(
-            step=self.step, variables=[self.variable], num_dense=1, num_totals=2, apply=apply
+            step=self.step,
+            variables=[self.variable],
+            num_dense=1,
+            num_totals=2,
+            virtual_replicas=0,
+            apply=apply,
         )
         strategy = tf.distribute.get_strategy()
         order = Order((80,), 8, BATCH, BATCH, window_batches=1, seed=0, shuffle=False)
@@ -173,7 +178,11 @@ def test_values_before_a_step_are_kept_on_several_servers_but_not_large_ones_nor
     def begin(variables: list[tf.Variable], num_dense: int, sums: list[Any]) -> Any:
         """Begins step 8; returns the gradients, and the values that were kept on the first."""
         learner: Any = SimpleNamespace(
-            step=step, variables=variables, num_dense=num_dense, num_totals=1
+            step=step,
+            variables=variables,
+            num_dense=num_dense,
+            num_totals=1,
+            virtual_replicas=0,
         )
         made = GradientBuffers(learner, tf.distribute.get_strategy(), num_slots=1)
         made.keep([step, *variables])

@@ -108,6 +108,7 @@ REFUSED: Sequence[tuple[Mapping[str, object], int, str]] = (
     ({"virtual_replicas": 4, "local_steps": LocalStepsConfig(every=10)}, 1, "Leave one of the two"),
     ({"virtual_replicas": 4}, 3, "a power of two up to 4. Received: 3"),
     ({"virtual_replicas": 4}, 8, "a power of two up to 4. Received: 8"),
+    ({"virtual_replicas": 4, "micro_batches": 32}, 1, "Type --config.micro_batches=16"),
     ({"virtual_replicas": 4, "batch_size": 66}, 2, "Type --config.batch_size=68"),
     ({"virtual_replicas": 4, "eval_batch_size": 66}, 2, "Type --config.eval_batch_size=68"),
 )

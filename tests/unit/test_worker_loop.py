@@ -37,6 +37,7 @@ class Desk:
             num_dense=1,
             gradient_inputs=[self.variable],
             num_totals=2,
+            virtual_replicas=0,
             gradients_at=self._gradients,
         )
         source = SimpleNamespace(

@@ -46,7 +46,7 @@ def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
     tf_setup.set_environment()
     with _settings_kept(), outlives_terminal():
         tf_setup.import_tensorflow()
-        _check_tensorflow()
+        _check_tensorflow(recipe.config.virtual_replicas)
         from data.system.compat.keras_state import keras_state_kept  # Imports Keras.
 
         with keras_state_kept():
@@ -96,7 +96,7 @@ def _check_keras() -> None:
         )
 
 
-def _check_tensorflow() -> None:
+def _check_tensorflow(virtual_replicas: int) -> None:
     """Refuses flags that are for devices or threads, if TensorFlow has made these before."""
     if not has_tensors():
         return
@@ -108,6 +108,8 @@ def _check_tensorflow() -> None:
     given = ""
     if flags.NUM_THREADS.value and flags.NUM_THREADS.value != threads:
         given = f"num_threads={flags.NUM_THREADS.value}"
+    elif virtual_replicas and threads != 1:
+        given = f"virtual_replicas={virtual_replicas}, num_threads=1"
     elif flags.REPLICAS.value > len(devices):
         given = f"replicas={flags.REPLICAS.value}"
     if given:

@@ -24,7 +24,7 @@ from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from strategies.transfer import Transfer
 from trainer import flags
 from trainer.config import Config, ConfigError, Recipe, data_dir, load_recipe
-from trainer.config_checks import check, check_sub_batches
+from trainer.config_checks import check, check_sub_batches, check_virtual_replicas
 from trainer.guards.fingerprint import shared_settings
 from trainer.hooks.tracker_names import reached_over_network
 
@@ -398,13 +398,14 @@ def check_sizes(recipe: Recipe, num_workers: int, num_ps: int) -> None:
     secs, limit = recipe.config.local_steps.every_secs, flags.STALL_TIMEOUT_SECS.value
     if limit and secs > limit / 2:
         raise ConfigError(
-            f"config.local_steps.every_secs={secs:g}: tasks show progress after each average, and "
-            f"without progress it ends after --stall_timeout_secs={limit:g}. Type "
-            f"--stall_timeout_secs={4 * secs:g}, or an every_secs of at most {limit / 2:g}."
+            f"config.local_steps.every_secs={secs:g}: a task ends after --stall_timeout_secs="
+            f"{limit:g} without an average. Type --stall_timeout_secs={4 * secs:g}, for example."
         )
     transfer = Transfer(**flags.values_of(Transfer))
     if parts:
         transfer.check_exact(parts)
+        if flags.MIN_WORKERS.present and not num_ps:
+            check_virtual_replicas(recipe.config, flags.MIN_WORKERS.value)
     if flags.STRATEGY.value == "multiworker":
         transfer.check_between_workers(num_workers)
     if num_ps and (flags.NUM_GPUS.value or 0) > 1:

@@ -18,7 +18,7 @@ from trainer.hooks.writers import JsonLines, Values
 from trainer.learner import Learner
 from trainer.run_files import DIGESTS
 
-OPTIMIZER = "optimizer"
+OPTIMIZER = "all of the optimizer"
 # The type with the bits of an element, by its size in bytes.
 _WORDS = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
@@ -32,33 +32,30 @@ class DigestLines(JsonLines):
 
     def __init__(self, path: str, always: Mapping[str, Values], learner: Learner) -> None:
         super().__init__(path, always)
-        named = {v.path: v.value for v in learner.model.variables if hasattr(v, "value")}
-        states = [v.value for v in learner.optimizer.variables]
+        named = [(v.path, v.value) for v in learner.model.variables if hasattr(v, "value")]
+        named += [(OPTIMIZER, v.value) for v in learner.optimizer.variables]
 
         @tf.function(autograph=False)
-        def digests() -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-            of_states = [digest(state) for state in states if state.dtype.size in _WORDS]
-            of_model = {
-                name: digest(variable)
-                for name, variable in named.items()
-                if variable.dtype.size in _WORDS
-            }
-            return of_model, tf.add_n(of_states)
+        def digests() -> dict[str, tf.Tensor]:
+            found: dict[str, tf.Tensor] = {}
+            for name, variable in named:  # Several may have one name.
+                if variable.dtype.size in _WORDS:
+                    found[name] = digest(variable) + found.get(name, 0)
+            return found
 
         self._digests = digests
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:
         if split == "train":
-            of_model, of_optimizer = self._digests()
-            found = {**of_model, OPTIMIZER: of_optimizer}
+            found = self._digests()
             shown = {name: f"{int(value) % 2**64:016x}" for name, value in found.items()}
             values = {**values, DIGESTS: shown}
         super().write(step, split, values)
 
 
 def digest(variable: tf.Variable) -> tf.Tensor:
-    """64 bits of the value of `variable`, int64 []: a sum of integers, so their order is no matter.
+    """64 bits of the value of `variable`, int64 []: a sum of integers, in any order.
 
     Each element counts as random bits of its bits and its index.
     """

@@ -210,12 +210,20 @@ class Learner:
         return [*slots, *self.layer_state, *counters, *(v for each in state for v in each)]
 
     @property
+    def _own_state(self) -> list[Sequence[tf.Variable | Rows]]:
+        """What a subclass adds to `state`."""
+        ours = self._update.state
+        return [variables for name, variables in self.state.items() if name not in ours]
+
+    @property
+    def has_own_state(self) -> bool:
+        """True if a subclass adds variables to `state`."""
+        return any(self._own_state)
+
+    @property
     def forward_state(self) -> Sequence[tf.Variable]:
         """The variables that `gradients` may change: all but those of the base class's `apply`."""
-        ours = self._update.state
-        others = [
-            v for name, variables in self.state.items() if name not in ours for v in variables
-        ]
+        others = [v for variables in self._own_state for v in variables]
         return [*self._variables.not_trained, *others]
 
     def weights(self) -> list[npt.NDArray[np.generic]]:
@@ -264,14 +272,12 @@ class Learner:
         return self._variables.layer_state
 
     @contextlib.contextmanager
-    def keeping_layer_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
-        """Inside, `gradients_at` does not change `layer_state`.
+    def keeping_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
+        """Inside, `gradients_at` changes no variable.
 
-        The mapping gets what it would be, by the index in `gradient_inputs`.
+        The mapping gets what they would be, by the index in `gradient_inputs`.
         """
-        state = set(map(id, self.layer_state))
-        kept = {i for i, variable in enumerate(self.gradient_inputs) if id(variable) in state}
-        with self._differentiation.keeping(kept) as new:
+        with self._differentiation.keeping_state() as new:
             yield new
 
     @property

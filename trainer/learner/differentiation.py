@@ -10,7 +10,7 @@ that the forward pass assigns.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -49,8 +49,7 @@ class Differentiation:
         self._needs_seeds, self._micro_batches = needs_seeds, micro_batches
         self.with_xla: tf.types.experimental.PolymorphicFunction | None = None
         self._may_stop_compiling = False
-        self._kept: Collection[int] = ()
-        self._new: dict[int, tf.Tensor] = {}
+        self._new: dict[int, tf.Tensor] | None = None
 
     def compile_with_xla(self, *, is_optional: bool) -> None:
         """Has XLA compile the gradient; if `is_optional`, `stop_compiling` may end it."""
@@ -69,11 +68,11 @@ class Differentiation:
         return True
 
     @contextlib.contextmanager
-    def keeping(self, kept: Collection[int]) -> Iterator[dict[int, tf.Tensor]]:
-        """Inside, new values of the inputs with these indices are collected, and not assigned."""
-        self._kept, self._new = kept, {}
+    def keeping_state(self) -> Iterator[dict[int, tf.Tensor]]:
+        """Inside, new values of the inputs are collected by their index, and not assigned."""
+        self._new = {}
         yield self._new
-        self._kept = ()
+        self._new = None
 
     def gradients_at(
         self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool
@@ -113,10 +112,10 @@ class Differentiation:
             return self._differentiate(batch, training, self._variables.trained, scale)
         for key, value in updates.items():
             index = int(key)
-            if index in self._kept:
-                self._new[index] = value
-            else:
+            if self._new is None:
                 self._variables.inputs[index].assign(value)
+            else:
+                self._new[index] = value
             if values is not None:
                 values[index] = value
         return gradients, totals

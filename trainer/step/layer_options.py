@@ -62,6 +62,12 @@ _TABLE: Sequence[_Row] = (
         "config.virtual_replicas each part of a batch is computed alone. Leave one of them out.",
     ),
     _Row(
+        lambda layer: any(v.aggregation != "none" for v in own(layer, "non_trainable_variables")),
+        lambda use: use.config.virtual_replicas > 0,
+        "has a variable with an aggregation, whose value depends on the number of replicas. Leave "
+        "aggregation, or config.virtual_replicas, out.",
+    ),
+    _Row(
         lambda layer: isinstance(layer, keras.layers.RNN) and layer.stateful,
         lambda use: True,
         "is stateful=True, but the examples of a batch do not continue those of the batch before, "

@@ -30,7 +30,7 @@ class SameBitsConfig(Config):
 def get_config() -> SameBitsConfig:
     return SameBitsConfig(
         batch_size=32,
-        train_steps=60,
+        train_steps=120,
         log_every_steps=10,
         eval_every_steps=30,
         checkpoint_every_steps=20,
