@@ -52,6 +52,8 @@ class MirroredExecutor(Executor):
         self._bucket_bytes: float = _GPU_BUCKET_BYTES if self._has_gpus else _CPU_BUCKET_BYTES
         self._local_replicas = self._replicas_of_this_process()
         self._num_parts = 0  # Of the share of a replica, with config.virtual_replicas.
+        # Runs a round of local steps that are counted by time, and returns what the graph returns.
+        self._run_by_time: Callable[[int], tuple[tf.Tensor, tf.Tensor, Batch]] | None = None
         self._marks: StepMarks | None = None
         self._rounds: LocalRounds | None = None
         self._seconds = {"run": 0.0, "evaluate": 0.0}
@@ -218,17 +220,6 @@ class MirroredExecutor(Executor):
         local = self._learner.local_steps
         return local.rounds(int(self._learner.step.numpy()), num_steps) if local else [num_steps]
 
-    def _run_steps(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
-        """Runs a part of a call of `_run`: a round, if there are rounds.
-
-        Returns the summed totals, the summed status and the next batch.
-        """
-        arguments = self._feed.take(num_steps), self._next_batch, tf.constant(num_steps, tf.int64)
-        finished: tuple[tf.Tensor, tf.Tensor, Batch] = self._run_in_graph(
-            *arguments, self._own_status("run")
-        )
-        return finished
-
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         self._used_graphs.add("run")
@@ -240,7 +231,12 @@ class MirroredExecutor(Executor):
         for index, size in enumerate(sizes):
             started = time.monotonic()
             try:
-                totals, summed_status, self._next_batch = self._run_steps(size)
+                if self._run_by_time is not None:
+                    finished = self._run_by_time(size)
+                else:
+                    arguments = self._feed.take(size), self._next_batch, tf.constant(size, tf.int64)
+                    finished = self._run_in_graph(*arguments, self._own_status("run"))
+                totals, summed_status, self._next_batch = finished
             except tf.errors.OpError as error:
                 if self._learner.stop_compiling(error):
                     self._prepare_run()

@@ -36,6 +36,8 @@ _FOR_COMMANDS = {
     "grace_secs": "it ends the process, and this process is yours",
 }
 
+_OPTIMIZES = "arithmetic_optimization"  # An option of the optimizer of graphs.
+
 
 def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
     """Trains as the parsed flags say; raises the errors of `trainer.train`."""
@@ -138,11 +140,12 @@ def _settings_kept() -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     logger = logging.getLogger("tensorflow")
     logger.addFilter(_is_no_retracing)
-    is_soft = None
+    is_soft, optimizes = None, True
     if "tensorflow" in sys.modules:
         import tensorflow as tf
 
         is_soft = tf.config.get_soft_device_placement()
+        optimizes = tf.config.optimizer.get_experimental_options().get(_OPTIMIZES, True)
     try:
         yield
     finally:
@@ -151,6 +154,8 @@ def _settings_kept() -> Iterator[None]:
         np.random.set_state(numpy_state)
         if is_soft is not None:
             tf.config.set_soft_device_placement(is_soft)
+            # config.virtual_replicas turns it off.
+            tf.config.optimizer.set_experimental_options({_OPTIMIZES: optimizes})
 
 
 def _is_no_retracing(record: logging.LogRecord) -> bool:
