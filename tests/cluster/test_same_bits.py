@@ -84,5 +84,4 @@ def test_flipped_bits_of_a_gradient_are_in_the_next_digest(
     assert (found.reports.equal_step, found.reports.step) == (10, 20)
     names = [name for name, _ in found.reports.names]
     assert "embedding/embeddings" in names
-    assert found.variables is not None
-    assert found.variables.step == 20
+    assert found.variables is not None  # Of the oldest checkpoint that is left.

@@ -113,7 +113,7 @@ class Console(Writer):
             # Of two reports in a row: the first batches of a run may come late.
             if limit and self._was_limited and not self._has_named_limit:
                 self._has_named_limit = True
-                self.say(limit.text, important=True)
+                self.say(limit.text)
             self._was_limited = limit is not None
 
 
