@@ -4,7 +4,7 @@
 
 Prints Markdown. JPEGs of 500 x 375 pixels on average, of different sizes and with the spectrum of
 photographs, become shuffled batches of random resized crops, uint8 [32, 224, 224, 3], half of
-them mirrored; --scale=4 makes the photographs 4 times larger. Each pipeline is a process of its own
+them mirrored; --times_larger=4 makes the photographs 4 times larger. Each pipeline is a process of its own
 on the same core; they take turns in each round, and are stopped between their turns. Rates are
 those of CPU time: other programs on the machine change them little. A figure is the median of all
 rounds, with minimum and maximum. The other Python may have PyTorch with torchvision, grain, or
@@ -42,7 +42,9 @@ from trainer.config import DataConfig
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds to measure.")
 _TORCH = flags.DEFINE_string("peer_python", None, "A Python with torchvision, grain or both.")
 _EXAMPLES = flags.DEFINE_integer("num_photographs", 400, "JPEGs to write and read.")
-_SCALE = flags.DEFINE_integer("scale", 1, "Makes the photographs this many times larger.")
+_TIMES_LARGER = flags.DEFINE_integer(
+    "times_larger", 1, "Makes the photographs this many times larger."
+)
 _PIPELINE = flags.DEFINE_string("pipeline", None, "Internal: the pipeline of this process.")
 _DIRECTORY = flags.DEFINE_string("images_dir", None, "Internal: where the images are.")
 
@@ -214,7 +216,7 @@ def main(argv: Sequence[str]) -> None:
         answer_turns(lambda: next(batches))
         return
     with tempfile.TemporaryDirectory() as directory:
-        mean_bytes = write_images(Path(directory), _EXAMPLES.value, _SCALE.value)
+        mean_bytes = write_images(Path(directory), _EXAMPLES.value, _TIMES_LARGER.value)
         print(f"{machine()}; {_ROUNDS.value} rounds; load {os.getloadavg()[0]:.1f} of others\n")
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # Of the children, too.
         loaders = dict(_loaders(directory))

@@ -118,7 +118,11 @@ def test_link_that_drops_large_packets_and_directory_that_is_not_shared_are_name
             processes.append(start(stack, *argv, under=host.command))
         (printed, *_) = [json.loads(end(process, 2)) for process in processes]
         assert not list(tmp_path.glob("*/*")), "the file of the doctor was removed"
-    found = {(finding["task"], finding["text"][:60]) for finding in printed["findings"]}
+    found = {
+        (finding["task"], finding["text"][:60])
+        for finding in printed["findings"]
+        if "MB/s" not in finding["text"]  # Hosts of one machine share its cores.
+    }
     assert len(found) == 2, found
     ((first, other), (second, dropped)) = sorted(found)
     assert (first, second) == ("worker 1", "worker 2")
