@@ -4,7 +4,7 @@
 
 Prints Markdown. JPEGs of 500 x 375 pixels on average, of different sizes and with the spectrum of
 photographs, become shuffled batches of random resized crops, uint8 [32, 224, 224, 3], half of
-them mirrored; --times_larger=4 makes the photographs 4 times larger. Each pipeline is a process of its own
+them mirrored; --times_larger=4 enlarges the photographs. Each pipeline is a process of its own
 on the same core; they take turns in each round, and are stopped between their turns. Rates are
 those of CPU time: other programs on the machine change them little. A figure is the median of all
 rounds, with minimum and maximum. The other Python may have PyTorch with torchvision, grain, or
@@ -42,9 +42,7 @@ from trainer.config import DataConfig
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds to measure.")
 _TORCH = flags.DEFINE_string("peer_python", None, "A Python with torchvision, grain or both.")
 _EXAMPLES = flags.DEFINE_integer("num_photographs", 400, "JPEGs to write and read.")
-_TIMES_LARGER = flags.DEFINE_integer(
-    "times_larger", 1, "Makes the photographs this many times larger."
-)
+_TIMES_LARGER = flags.DEFINE_integer("times_larger", 1, "Enlarges the photographs.")
 _PIPELINE = flags.DEFINE_string("pipeline", None, "Internal: the pipeline of this process.")
 _DIRECTORY = flags.DEFINE_string("images_dir", None, "Internal: where the images are.")
 
