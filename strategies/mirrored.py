@@ -89,7 +89,6 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
         local = learner.local_steps
         is_timed = local is not None and local.every_secs > 0
-        self._num_parts = learner.virtual_replicas // self.num_replicas
         self._marks = self._new_marks()
         if local and self._marks:
             self._rounds = LocalRounds(

@@ -132,15 +132,12 @@ def _without_overlap(config: Config) -> list[str]:
 
 def _check_virtual_replicas(learner: Learner, recipe: Recipe, strategy: str) -> None:
     """Raises ConfigError if `learner` may change state by its `gradients` that is not averaged."""
-    if not learner.overrides_gradients:
-        return
-    is_changed = {
-        "moving statistics, which workers of ps would change one after the other": (
-            strategy == "ps" and learner.layer_state
-        ),
-        "state of its own, which each replica would change by its own parts": learner.has_own_state,
-    }
-    for what in (what for what, is_true in is_changed.items() if is_true):
+    what = ""
+    if strategy == "ps" and learner.layer_state:
+        what = "moving statistics, which workers of ps would change one after the other"
+    elif learner.has_own_state:
+        what = "state of its own, which each replica would change by its own parts"
+    if what and learner.overrides_gradients:
         raise ConfigError(
             f"config.virtual_replicas={recipe.config.virtual_replicas}: the Learner of "
             f"{recipe.path} overrides `gradients`, and has {what}. Leave the option out."

@@ -66,11 +66,10 @@ def compute_gradients(
         def compute(part: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
             with learner.keeping_state() as new:
                 computed, totals = gradients(part)
-            for index in new.keys() - set(state):
-                name = learner.gradient_inputs[index].name
+            if new.keys() - set(state):
                 raise UsageError(
-                    f"config.virtual_replicas under --strategy=ps: a layer changes {name}, which "
-                    "is not a moving statistic, and workers would change it one after the other. "
+                    "config.virtual_replicas under --strategy=ps: a layer changes a variable that "
+                    "is no moving statistic, and workers would change it one after the other. "
                     "Type --strategy=multiworker, or leave the option out."
                 )
             changes = [new[i] - values[i] if i in new else tf.zeros_like(values[i]) for i in state]
@@ -106,6 +105,7 @@ def compute_metrics(
 
     If `values` is empty, the learner reads its variables itself.
     """
+    num_parts = learner.virtual_replicas
 
     def evaluate(batch: Batch, values: Sequence[Tensor]) -> Tensor:
         if not values:
@@ -115,8 +115,6 @@ def compute_metrics(
 
     def evaluate_parts(batch: Batch, values: Sequence[Tensor]) -> Tensor:
         return totals_of_parts(lambda part: evaluate(part, values), batch, num_parts)
-
-    num_parts = learner.virtual_replicas
 
     return strategy.run(evaluate_parts if num_parts else evaluate, args=(batch, values))
 

@@ -25,19 +25,27 @@ def undisturbed(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     return train(TOPOLOGIES["mirrored-2"], model_dir, *flags)
 
 
+def one_then_four(
+    stack: contextlib.ExitStack, model_dir: Path, flags: tuple[str, ...]
+) -> Launchers:
+    """A run that one host has begun, and four continue."""
+    listed = ",".join(f"localhost:{port}" for port in free_ports(4))
+    elastic = ("--min_workers=1", "--rejoin_secs=6")
+    launchers = Launchers(stack, model_dir, listed, (*flags, *elastic))
+    launchers.start(1)
+    launchers.wait_for_group(1)
+    launchers.start(0, 2, 3)
+    launchers.wait_for_group(4)
+    return launchers
+
+
 @pytest.mark.timeout(300)
 def test_1_then_4_then_2_then_3_workers_train_to_the_same_weights(
     flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
 ) -> None:
     model_dir = tmp_path / "run"
-    listed = ",".join(f"localhost:{port}" for port in free_ports(4))
-    elastic = ("--min_workers=1", "--rejoin_secs=6")
     with contextlib.ExitStack() as stack:
-        launchers = Launchers(stack, model_dir, listed, (*flags, *elastic))
-        launchers.start(1)
-        launchers.wait_for_group(1)
-        launchers.start(0, 2, 3)
-        launchers.wait_for_group(4)
+        launchers = one_then_four(stack, model_dir, flags)
         launchers.kill(0, 1)  # With the chief.
         launchers.wait_for_group(2)
         launchers.start(1)
@@ -54,14 +62,8 @@ def test_virtual_replicas_have_the_bits_of_one_process_on_1_then_4_then_2_then_4
     flags = (*flags, "--config.virtual_replicas=4")
     alone = train(TOPOLOGIES["mirrored-1"], tmp_path / "alone", *flags, "--config.pause_secs=0")
     model_dir = tmp_path / "run"
-    listed = ",".join(f"localhost:{port}" for port in free_ports(4))
-    elastic = ("--min_workers=1", "--rejoin_secs=6")
     with contextlib.ExitStack() as stack:
-        launchers = Launchers(stack, model_dir, listed, (*flags, *elastic))
-        launchers.start(1)
-        launchers.wait_for_group(1)
-        launchers.start(0, 2, 3)
-        launchers.wait_for_group(4)
+        launchers = one_then_four(stack, model_dir, flags)
         launchers.kill(0)  # The chief: three are left, of which two train.
         launchers.wait_for_group(2)
         launchers.start(0)
