@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from data.order import Plan
 from data.reader import Reader
+from data.system.compat.closure_threads import own_executors
 from data.system.compat.connections import cut_connections
 from data.system.compat.lookup_tables import capture_outside_of_branches
 from data.tickets import DiskTickets, ticket_source
@@ -110,7 +111,8 @@ class ParameterServerExecutor(Executor):
         self._cluster = cluster
         self.peers = ServerPeers(cluster)
         self.recovery = ServerRecovery(cluster, self._store_progress, self.reached)
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        with own_executors():
+            self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._compression = Compression(transfer.wire_dtype)
         self._read_dtype = transfer.read_dtype
         self._has_run = False

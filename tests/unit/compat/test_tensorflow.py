@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import pytest
 import tensorflow as tf
 
+from data.system.compat import closure_threads
 from data.system.compat.checkpoint_graph import nodes_of, saves_values
 from data.system.compat.own_gradients import with_gradient
 from data.system.compat.variables_of_process import variable_of_process
@@ -73,3 +75,26 @@ def test_strategy_makes_one_variable_for_a_process() -> None:
     assert strategy.experimental_local_results(variable) == (variable,)
     assert variable.device.endswith("CPU:0")
     assert len(strategy.experimental_local_results(copied)) == 2, delete("variables_of_process")
+
+
+def test_thread_of_closures_waits_only_for_its_own_executor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside: Any = closure_threads
+    context, executor = inside.context, inside.executor
+    worker_class = inside.cluster_coordinator.Worker
+    waited: list[bool] = []
+    monkeypatch.setattr(executor.Executor, "wait", lambda of: waited.append(of.is_async()))
+
+    def run_closure(_: object) -> None:
+        before = len(waited)
+        with context.executor_scope(executor.new_executor(enable_async=False)):
+            pass
+        at_end = waited[before:]
+        assert at_end, delete("closure_threads")
+        assert True not in at_end, "waited for the executor of the process"
+
+    monkeypatch.setattr(worker_class, "_process_queue", run_closure)
+    with context.execution_mode(context.ASYNC), closure_threads.own_executors():
+        worker_class._process_queue(None)
+    assert worker_class._process_queue is run_closure
