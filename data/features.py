@@ -78,12 +78,15 @@ def default_parse(
     inputs: Sequence[str] = (),
     label: str = "",
     declared: Declared = None,
+    *,
+    all_if_unclear: bool = False,
 ) -> ExampleParse:
     """A parse function made of the features: string [n] -> (inputs [n, ...], labels [n]).
 
     Without `label`, the label is the only ClassLabel, or the ClassLabel with the name "label". A
     ClassLabel or an integer becomes int64, another number float32. Without `inputs`, the inputs are
     the names in `declared`, if it is a dict; or the only image or tensor; or all single numbers.
+    With `all_if_unclear` they are all features otherwise, as long as the model is not known.
 
     One input is a tensor, and so are several single numbers, [n, k], in the order of `inputs` or of
     the file. Other inputs, and all of a model that takes a dict, are a dict of tensors by name.
@@ -112,7 +115,7 @@ def default_parse(
         )
     as_dict = isinstance(declared, Mapping)
     names = list(inputs or (declared if isinstance(declared, Mapping) else ()))
-    names = names or _only_input(features, label)
+    names = names or _only_input(features, label, all_if_unclear)
     are_numbers = all(map(features.is_number, names)) and not as_dict
     is_tensor = are_numbers or (len(names) == 1 and not as_dict)
     dtypes = {name: _input_dtype(features, name, declared, is_tensor) for name in names}
@@ -241,7 +244,7 @@ def _only_label(features: Features) -> str:
     return labels[0]
 
 
-def _only_input(features: Features, label: str) -> list[str]:
+def _only_input(features: Features, label: str, all_if_unclear: bool) -> list[str]:
     """The only image or tensor, or else all single numbers."""
     others = {name: feature for name, feature in features.items() if name != label}
     numbers = [name for name in others if features.is_number(name)]
@@ -251,6 +254,8 @@ def _only_input(features: Features, label: str) -> list[str]:
         if feature.kind in ("image", "tensor") and (feature.kind == "image" or feature.shape)
     ]
     if len(tensors) > 1 or not (tensors or numbers):
+        if all_if_unclear and others:
+            return list(others)
         raise DataError(
             f"{features.source} has {len(tensors)} images or tensors "
             f"({', '.join(tensors) or 'none'}); the default needs exactly one, or numbers. Choose "

@@ -106,7 +106,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = Fals
     train = Reader(
         train_split,
         order,
-        parse_of(recipe, directory),
+        parse_of(recipe, directory, all_if_unclear=True),
         num_threads,
         augment=recipe.augment,
         cache_bytes=data.cache_bytes,
@@ -134,7 +134,7 @@ def open_evaluation(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = 
     return Reader(
         split,
         order,
-        parse_of(recipe, data_dir(config)),
+        parse_of(recipe, data_dir(config), all_if_unclear=True),
         num_threads,
         prefetch_batches=config.data.prefetch_batches,
     )
@@ -173,15 +173,20 @@ def num_steps_of(recipe: Recipe, num_epochs: float) -> int:
     return max(1, math.ceil(num_epochs * split.num_examples / recipe.config.batch_size - 1e-9))
 
 
-def parse_of(recipe: Recipe, directory: str, declared: Declared = None) -> Parse:
+def parse_of(
+    recipe: Recipe, directory: str, declared: Declared = None, *, all_if_unclear: bool = False
+) -> Parse:
     """The `parse` of the config file, or the default for the features of `directory`.
 
     The default gives a model the inputs that it declares: their dtypes, and their names in a dict.
+    With `all_if_unclear` the model is not built yet, and the inputs may depend on it.
     """
     data = recipe.config.data
     if recipe.parse is None:
         features = read_features(directory)
-        return default_parse(features, data.inputs, data.label, declared)
+        return default_parse(
+            features, data.inputs, data.label, declared, all_if_unclear=all_if_unclear
+        )
     for name in ("inputs", "label"):
         if chosen := getattr(data, name):
             raise ConfigError(
@@ -193,10 +198,9 @@ def parse_of(recipe: Recipe, directory: str, declared: Declared = None) -> Parse
 
 def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Inputs:
     """`inputs` as `model` declares its inputs, if there is no own `parse`."""
-    declared = declared_dtypes(model)
-    if recipe.parse is not None or declared is None:
+    if recipe.parse is not None:
         return inputs
-    parse = parse_of(recipe, data_dir(recipe.config), declared)
+    parse = parse_of(recipe, data_dir(recipe.config), declared_dtypes(model))
     train = dataclasses.replace(inputs.train, parse=parse)
     evaluation = dataclasses.replace(inputs.evaluation, parse=parse)
     return dataclasses.replace(inputs, train=train, evaluation=evaluation)

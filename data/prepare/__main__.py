@@ -28,6 +28,7 @@ SVHN. What a function of Python returns is first written to TMPDIR.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -131,6 +132,10 @@ def _main(argv: Sequence[str]) -> int:
         nothing = ". Nothing was written." if isinstance(error, OSError) else ""
         print(f"data.prepare: {error}{nothing}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        said = f"{data_dir} is not complete. The same command writes it from its beginning."
+        print(f"\ndata.prepare: interrupted: {said}", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 

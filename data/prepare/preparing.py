@@ -115,6 +115,8 @@ def write_new(
             parent, base = os.path.split(data_dir)
             partial = os.path.join(parent, f".{base}.partial")
             stack.enter_context(_directory(parent))
+            if not os.access(parent, os.W_OK):
+                raise DataError(f"The directory {parent} cannot be written. {_GIVE_ANOTHER}")
             lock = os.path.join(parent, f".{base}.lock")
             wait = f"Another process is writing {what} in {data_dir}: waiting for it."
             stack.enter_context(locked(lock, functools.cache(lambda: _say(wait))))
@@ -208,7 +210,7 @@ def _check_origin(name: str, data_dir: str, source: str | None, options: Options
         raise DataError(
             f"{data_dir} holds {name}, but not of this source and these options: "
             f"{'; '.join(changed[:_SHOWN_CHANGES])}{more}. Add --overwrite to write it again; or, "
-            f"to keep it, give the former options, and no --source. {_GIVE_ANOTHER}"
+            f"to keep it, give the former options and leave --source out. {_GIVE_ANOTHER}"
         )
 
 

@@ -301,6 +301,17 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         parquet(tmp_path / "in", tmp_path / "out", splits="train=*")
 
 
+def test_column_that_is_not_taken_may_be_missing_in_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.parquet", {"x": [1] * 30, "z": [3] * 30})
+    write(tmp_path / "in" / "b.parquet", {"x": [2] * 30})
+    with pytest.raises(DataError, match=r"it lacks z\. .*: --columns has those that are taken"):
+        parquet(tmp_path / "in", tmp_path / "out")
+    found = read(parquet(tmp_path / "in", tmp_path / "out", columns="x"))
+    assert set(found["x"]) == {1, 2}
+    with pytest.raises(DataError, match="it lacks z"):
+        parquet(tmp_path / "in", tmp_path / "more", columns="x,z")
+
+
 def test_integers_beyond_int64_are_text_as_in_csv(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -260,6 +260,19 @@ def test_what_the_default_cannot_parse_is_told_to_define_parse(
     assert "def parse(serialized)" in str(caught.value)
 
 
+def test_model_that_is_not_built_yet_may_take_several_tensors_by_name(tmp_path: Path) -> None:
+    images = {"a": np.full((2, 2, 1), 1, np.uint8), "b": np.full((2, 2, 1), 2, np.uint8)}
+    spec = {"label": LABEL, "a": IMAGE, "b": IMAGE}
+    features, serialized = written(tmp_path, spec, [{"label": 4, **images}])
+    inputs, labels = default_parse(features, all_if_unclear=True)(serialized)
+    assert sorted(inputs) == ["a", "b"]
+    assert labels.numpy().tolist() == [4]
+    with pytest.raises(DataError, match="2 images or tensors"):
+        default_parse(features, declared="float32")
+    built, _ = default_parse(features, declared={"b": "float32"})(serialized)
+    assert sorted(built) == ["b"]
+
+
 def test_unsupported_feature_is_an_error_only_where_it_is_asked_for(tmp_path: Path) -> None:
     features, serialized = written(
         tmp_path,

@@ -214,6 +214,27 @@ def test_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_succ
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]
 
 
+def test_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    lines = ["import time", "def rows():", "    print('begun', flush=True)", "    time.sleep(60)"]
+    (tmp_path / "slow.py").write_text("\n".join([*lines, "    return []"]))
+    with subprocess.Popen(
+        [sys.executable, "-m", "data.prepare", "python:x", "--source=slow.py:rows"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=30)[1]
+    assert process.returncode == 128 + signal.SIGINT
+    assert said.count("\n") == 2
+    assert "interrupted: datasets/x is not complete. The same command" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["slow.py"]
+
+
 def test_two_prepares_at_once_both_succeed(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(

@@ -279,7 +279,7 @@ CASES = [
         "csv:x --source=d/part-0.csv",
     ),
     Case(f"{CSV} --seed=3", NUMBERS, "--overwrite", before=CSV),
-    Case(f"{CSV} --seed=3", NUMBERS, "no --source", "csv:x", before=CSV),
+    Case(f"{CSV} --seed=3", NUMBERS, "leave --source out", "csv:x", before=CSV),
     Case(f"{CSV} --seed=3", NUMBERS, "--data_dir=DIR", f"{CSV} --seed=3 --data_dir=e", before=CSV),
 ]
 

@@ -221,27 +221,30 @@ def _names(
     """
     headers: dict[str, list[str]] = {}
     first = next(part[0] for part in tables.values() if part)
+    chosen = columns_in(options.columns)
+    needed = {*chosen, options.label, options.split_column} if chosen else None
+    wanted = {name for name in first.schema.names if needed is None or name in needed}
     for split, part in tables.items():
         for chunk in part:
             found = chunk.schema.names
             if repeated := [name for name in found if found.count(name) > 1]:
                 raise DataError(f"{chunk.path} has two columns {repeated[0]!r}. Rename one.")
-            if set(found) == set(first.schema.names):
+            here = {name for name in found if needed is None or name in needed}
+            if here == wanted:
                 found = first.schema.names
             elif split in headers:
-                missing = set(first.schema.names) - set(found)
-                more = set(found) - set(first.schema.names)
+                missing, more = wanted - here, here - wanted
                 said = [f"lacks {', '.join(sorted(missing))}"] if missing else []
                 said += [f"also has {', '.join(sorted(more))}"] if more else []
                 raise DataError(
                     f"{chunk.path}, row {chunk.first}: other columns than in {first.path}: it "
-                    f"{' and '.join(said)}. All rows need the same columns."
+                    f"{' and '.join(said)}. All rows need the same columns: --columns has those "
+                    "that are taken."
                 )
             headers[split] = found
     there = common_columns(path, headers, files, options)
-    chosen = columns_in(options.columns)
-    for flag, wanted in (("columns", chosen), ("split_column", [options.split_column])):
-        for column in filter(None, wanted):
+    for flag, named in (("columns", chosen), ("split_column", [options.split_column])):
+        for column in filter(None, named):
             if column not in there:
                 raise no_column(path, flag, column, there)
     names = [
@@ -294,7 +297,8 @@ def _columns(
             (one, at), (other, there) = list(mixed.items())[:2]
             raise DataError(
                 f"{there.path}: column {name} has {_plural(other)} from row {there.first} on, and "
-                f"{_plural(one)} in {at.path} from row {at.first} on. Convert one of them."
+                f"{_plural(one)} in {at.path} from row {at.first} on. Convert one of them, "
+                "or leave it out: --columns has the columns that are taken."
             )
         if LISTS not in families:
             column = Column(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from data.prepare.sources.arrow_tables import Chunk
 
 SUFFIXES = (".parquet", ".parq", ".pq")
+_OF_TEXT = (".csv", ".tsv", ".txt")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
 _FIRST_ROWS, _READ_ROWS = 64, 256  # At a time: fewer, if the first ones are large in memory.
@@ -136,8 +137,13 @@ def _chunks(
     try:
         with pq.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
+    except PermissionError:
+        raise
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no Parquet file, or damaged: {error}. Copy it again.") from None
+        csv = " Of text with commas, type csv:NAME." if path.lower().endswith(_OF_TEXT) else ""
+        raise DataError(
+            f"{path} is no Parquet file, or damaged: {_reason(error)}. Copy it again.{csv}"
+        ) from None
     constants: dict[str, pa.Scalar] = {}
     for key, value in partition.items():
         if key in schema.names:
@@ -186,7 +192,11 @@ def _read(
                 ]
                 yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}. Copy it again.") from None
+        raise DataError(f"{path} is damaged: {_reason(error)}. Copy it again.") from None
+
+
+def _reason(error: Exception) -> str:
+    return str(error).rstrip(".")
 
 
 def _joined(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
