@@ -94,6 +94,7 @@ class Exchange:
         `latency_ms` is the median time of a request and its answer. `mb_per_sec` is the rate at
         which the other task sends. `clock_secs` is how far its clock is ahead. Each is the best of
         the _ROUNDS that end by `until`, because other work on the machines disturbs them.
+        `least_mb_per_sec` is the lowest rate: how far the rounds differ.
         """
         own = self._cluster.tasks().index(self._cluster.task)
         for _ in range(_ROUNDS):
@@ -101,7 +102,7 @@ class Exchange:
             for task in self._others[own:] + self._others[:own]:
                 if time.monotonic() < until and self._states[task]["state"] == "met":
                     try:
-                        state = _best(self._states[task], self._measured(task))
+                        state = _combined(self._states[task], self._measured(task))
                     except _SmallOnlyError as error:
                         state = {"state": "small only", "detail": f"{error}"}
                     except (OSError, ValueError) as error:
@@ -222,13 +223,14 @@ class _SmallOnlyError(Exception):
     """Short messages arrive, but a long one does not. The text is its size."""
 
 
-def _best(state: Json, measured: Json) -> Json:
-    """The measures with the shorter latency, and the higher rate of both."""
+def _combined(state: Json, measured: Json) -> Json:
+    """The measures with the shorter latency, the higher rate of both, and the lowest of all."""
     if "mb_per_sec" not in state:
-        return {**state, **measured}
+        return {**state, **measured, "least_mb_per_sec": measured["mb_per_sec"]}
     best = measured if measured["latency_ms"] < state["latency_ms"] else state
     rate = max(measured["mb_per_sec"], state["mb_per_sec"])
-    return {**state, **best, "mb_per_sec": rate}
+    least = min(measured["mb_per_sec"], state["least_mb_per_sec"])
+    return {**state, **best, "mb_per_sec": rate, "least_mb_per_sec": least}
 
 
 class _Connection:
