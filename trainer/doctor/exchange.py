@@ -15,6 +15,7 @@ other task can reach still says what it knows.
 import contextlib
 import errno
 import json
+import math
 import socket
 import statistics
 import threading
@@ -94,7 +95,7 @@ class Exchange:
         `latency_ms` is the median time of a request and its answer. `mb_per_sec` is the rate at
         which the other task sends. `clock_secs` is how far its clock is ahead. Each is the best of
         the _ROUNDS that end by `until`, because other work on the machines disturbs them.
-        `least_mb_per_sec` is the lowest rate: how far the rounds differ.
+        `rounds_mb_per_sec` has the rates of all rounds: how far they differ.
         """
         own = self._cluster.tasks().index(self._cluster.task)
         for _ in range(_ROUNDS):
@@ -224,13 +225,11 @@ class _SmallOnlyError(Exception):
 
 
 def _combined(state: Json, measured: Json) -> Json:
-    """The measures with the shorter latency, the higher rate of both, and the lowest of all."""
-    if "mb_per_sec" not in state:
-        return {**state, **measured, "least_mb_per_sec": measured["mb_per_sec"]}
-    best = measured if measured["latency_ms"] < state["latency_ms"] else state
-    rate = max(measured["mb_per_sec"], state["mb_per_sec"])
-    least = min(measured["mb_per_sec"], state["least_mb_per_sec"])
-    return {**state, **best, "mb_per_sec": rate, "least_mb_per_sec": least}
+    """The measures with the shorter latency, the higher rate of both, and the rates of all."""
+    rates = [*state.get("rounds_mb_per_sec", ()), measured["mb_per_sec"]]
+    is_best = measured["latency_ms"] < state.get("latency_ms", math.inf)
+    best = {**state, **measured} if is_best else state
+    return {**best, "mb_per_sec": max(rates), "rounds_mb_per_sec": rates}
 
 
 class _Connection:

@@ -17,8 +17,8 @@ from strategies.cluster.peers import host_of, port_of
 from strategies.cluster.tf_config import Cluster
 from trainer.doctor.exchange import Json
 
-# A link is slow if its highest rate is below this fraction of the lowest rate that other links
-# usually have. While cores are busy, the rate of a link changes more from one moment to the next.
+# A link is slow if its highest rate is below this fraction of the highest rates, and also of the
+# median rates, of other links. While cores are busy, rates change from one moment to the next.
 _SLOW_FRACTION = 0.25
 # A faster link (10 Gbit/s) is not called slow: rates above that change with the load of the cores.
 _FAST_MB_PER_SEC = 1250.0
@@ -192,12 +192,14 @@ def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
         return
     rates = {pair: state["mb_per_sec"] for pair, state in measured.items()}
     usual = statistics.median_high(rates.values())
-    # Other code, which is a finding of its own, may not send the lowest rate.
-    lowest = statistics.median_high(
-        state.get("least_mb_per_sec", state["mb_per_sec"]) for state in measured.values()
-    )
-    limit = min(_SLOW_FRACTION * lowest, _FAST_MB_PER_SEC)
-    slow = {pair for pair, rate in rates.items() if rate < limit}
+    slow = {pair for pair, rate in rates.items() if rate < _limit(usual)}
+    if rounds := [
+        statistics.median_high(state.get("rounds_mb_per_sec", [state["mb_per_sec"]]))
+        for pair, state in measured.items()
+        if pair not in slow
+    ]:
+        limit = _limit(statistics.median_high(rounds))
+        slow = {pair for pair in slow if rates[pair] < limit}
     for place, verb in ((0, "sends"), (1, "receives")):
         for name in sorted({pair[place] for pair in slow}):
             own = [pair for pair in rates if pair[place] == name]
@@ -218,6 +220,11 @@ def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
             "slow link between the two"
         )
         yield receiver, text
+
+
+def _limit(mb_per_sec: float) -> float:
+    """The rate below which a link is slow if others have `mb_per_sec`."""
+    return min(_SLOW_FRACTION * mb_per_sec, _FAST_MB_PER_SEC)
 
 
 def _clocks(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
