@@ -72,7 +72,7 @@ def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path
                     f"--hosts={','.join(wrong if index == 1 else listed)}",
                     f"--model_dir={tmp_path / 'run'}",
                     f"--data_dir={digits}",
-                    "--deadline_secs=45",
+                    "--deadline_secs=90",
                 )
                 cwd = code if index == 0 else ROOT
                 processes.append(start(stack, *argv, under=host.command, cwd=cwd))

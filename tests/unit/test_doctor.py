@@ -38,6 +38,7 @@ SETTINGS = Settings("mirrored", 1, None, 0, has_standby=False, makes_plan=True)
 def healthy() -> dict[str, Any]:
     """The reports of three tasks without a fault."""
     met = {"state": "met", "latency_ms": 0.2, "mb_per_sec": 100.0, "clock_secs": 0.001}
+    met["rounds_mb_per_sec"] = [90.0, 95.0, 100.0]
     needed = dict.fromkeys(ADDRESSES, 1 << 30)
     return {
         name: {
@@ -158,6 +159,17 @@ def test_slow_link_is_named_by_its_sender_receiver_or_pair() -> None:
         finding = only(reports)
         assert finding.task == task
         assert words in finding.text
+
+
+def test_pair_is_not_named_while_the_rates_of_other_pairs_change_as_much() -> None:
+    reports = healthy()
+    states = [state for report in reports.values() for state in report["meetings"].values()]
+    for state in states:
+        state |= {"mb_per_sec": 2161.0, "rounds_mb_per_sec": [900.0, 1000.0, 2161.0]}
+    states[0] |= {"mb_per_sec": 411.0, "rounds_mb_per_sec": [411.0, 350.0]}
+    assert found_in(reports) == []
+    states[0] |= {"mb_per_sec": 200.0, "rounds_mb_per_sec": [200.0]}
+    assert "it receives 200.0 MB/s from" in only(reports).text
 
 
 def test_rates_between_tasks_of_one_host_depend_on_its_load_and_are_no_finding() -> None:

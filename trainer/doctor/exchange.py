@@ -15,6 +15,7 @@ other task can reach still says what it knows.
 import contextlib
 import errno
 import json
+import math
 import socket
 import statistics
 import threading
@@ -94,6 +95,7 @@ class Exchange:
         `latency_ms` is the median time of a request and its answer. `mb_per_sec` is the rate at
         which the other task sends. `clock_secs` is how far its clock is ahead. Each is the best of
         the _ROUNDS that end by `until`, because other work on the machines disturbs them.
+        `rounds_mb_per_sec` has the rates of all rounds: how far they differ.
         """
         own = self._cluster.tasks().index(self._cluster.task)
         for _ in range(_ROUNDS):
@@ -101,7 +103,7 @@ class Exchange:
             for task in self._others[own:] + self._others[:own]:
                 if time.monotonic() < until and self._states[task]["state"] == "met":
                     try:
-                        state = _best(self._states[task], self._measured(task))
+                        state = _combined(self._states[task], self._measured(task))
                     except _SmallOnlyError as error:
                         state = {"state": "small only", "detail": f"{error}"}
                     except (OSError, ValueError) as error:
@@ -222,13 +224,12 @@ class _SmallOnlyError(Exception):
     """Short messages arrive, but a long one does not. The text is its size."""
 
 
-def _best(state: Json, measured: Json) -> Json:
-    """The measures with the shorter latency, and the higher rate of both."""
-    if "mb_per_sec" not in state:
-        return {**state, **measured}
-    best = measured if measured["latency_ms"] < state["latency_ms"] else state
-    rate = max(measured["mb_per_sec"], state["mb_per_sec"])
-    return {**state, **best, "mb_per_sec": rate}
+def _combined(state: Json, measured: Json) -> Json:
+    """The measures with the shorter latency, the higher rate of both, and the rates of all."""
+    rates = [*state.get("rounds_mb_per_sec", ()), measured["mb_per_sec"]]
+    is_best = measured["latency_ms"] < state.get("latency_ms", math.inf)
+    best = {**state, **measured} if is_best else state
+    return {**best, "mb_per_sec": max(rates), "rounds_mb_per_sec": rates}
 
 
 class _Connection:

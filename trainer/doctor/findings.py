@@ -17,7 +17,8 @@ from strategies.cluster.peers import host_of, port_of
 from strategies.cluster.tf_config import Cluster
 from trainer.doctor.exchange import Json
 
-# A link is slow if it has less than this fraction of the rate of the others.
+# A link is slow if its highest rate is below this fraction of the highest rates, and also of the
+# median rates, of other links. While cores are busy, rates change from one moment to the next.
 _SLOW_FRACTION = 0.25
 # A faster link (10 Gbit/s) is not called slow: rates above that change with the load of the cores.
 _FAST_MB_PER_SEC = 1250.0
@@ -181,17 +182,24 @@ def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
     def host(name: str) -> str:
         return host_of(_address(cluster, name))
 
-    rates = {
-        (sender, receiver): state["mb_per_sec"]
+    measured = {
+        (sender, receiver): state
         for receiver, report in reports.items()
         for sender, state in report["meetings"].items()
         if "mb_per_sec" in state and host(sender) != host(receiver)
     }
-    if len(rates) < 2:
+    if len(measured) < 2:
         return
+    rates = {pair: state["mb_per_sec"] for pair, state in measured.items()}
     usual = statistics.median_high(rates.values())
-    least = min(_SLOW_FRACTION * usual, _FAST_MB_PER_SEC)
-    slow = {pair for pair, rate in rates.items() if rate < least}
+    slow = {pair for pair, rate in rates.items() if rate < _limit(usual)}
+    if rounds := [
+        statistics.median_high(state.get("rounds_mb_per_sec", [state["mb_per_sec"]]))
+        for pair, state in measured.items()
+        if pair not in slow
+    ]:
+        limit = _limit(statistics.median_high(rounds))
+        slow = {pair for pair in slow if rates[pair] < limit}
     for place, verb in ((0, "sends"), (1, "receives")):
         for name in sorted({pair[place] for pair in slow}):
             own = [pair for pair in rates if pair[place] == name]
@@ -212,6 +220,11 @@ def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
             "slow link between the two"
         )
         yield receiver, text
+
+
+def _limit(mb_per_sec: float) -> float:
+    """The rate below which a link is slow if others have `mb_per_sec`."""
+    return min(_SLOW_FRACTION * mb_per_sec, _FAST_MB_PER_SEC)
 
 
 def _clocks(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from strategies.cluster.ports import free_ports
+from strategies.cluster.sources.hosts import entries_of
 from strategies.cluster.tf_config import Cluster, local_cluster
 from strategies.transfer import Transfer
 from trainer import flags, tf_setup
@@ -43,13 +44,21 @@ def num_workers(cluster: Cluster | None) -> int:
     return cluster.num("worker") if cluster.num("ps") else len(cluster.trainers)
 
 
+def _most_workers() -> int:
+    """Returns the number of workers that there may be with --min_workers, as it was typed."""
+    if flags.HOST_LIST.value is None:
+        return int(flags.WORKERS.value)
+    num_ps = flags.PS.value if flags.STRATEGY.value == "ps" else 0
+    return len(entries_of(flags.HOST_LIST.value)) - num_ps
+
+
 def task_spec(
     recipe: Recipe, cluster: Cluster | None, model_dir: str, *, is_launched: bool = False
 ) -> TaskSpec:
     """Returns the task that the flags describe; its fields have the values of equal names."""
-    workers = num_workers(cluster)
-    if is_launched and flags.MIN_WORKERS.present:  # The launcher has checked it for all workers.
-        workers = max(workers, flags.REPLICAS_TO_AGGREGATE.value or 0)
+    # With --min_workers a step has the same sub-batches, however many workers train.
+    is_elastic = is_launched and flags.MIN_WORKERS.present
+    workers = _most_workers() if is_elastic else num_workers(cluster)
     values = flags.values_of(TaskSpec) | {
         "transfer": Transfer(**flags.values_of(Transfer)),
         "recipe": recipe,

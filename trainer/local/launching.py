@@ -26,7 +26,6 @@ from trainer.flags.checks import (
     check_isolation,
     check_sizes,
     metrics_listener,
-    num_to_aggregate,
     read_shared_settings,
     serves,
 )
@@ -76,7 +75,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
         if exit_code != READY:
             return exit_code
-        task_argv, namespace = _task_argv(model_dir, recipe, workers), None
+        task_argv, namespace = _task_argv(model_dir), None
         if strategy != "mirrored":
             task_argv.append(f"--num_threads={num_threads}")
             namespace = _namespace(recipe, model_dir)
@@ -112,8 +111,7 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
             exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
             if exit_code != READY:
                 return exit_code
-        argv, label = _task_argv(model_dir, recipe, num_workers(cluster)), _label_of(cluster)
-        starter = TaskStarter(argv, fork_server=forks)
+        starter, label = TaskStarter(_task_argv(model_dir), fork_server=forks), _label_of(cluster)
         if flags.MIN_WORKERS.present:
             addresses = [cluster.address_of(task) for task in cluster.trainers]  # Workers, then ps.
             servers = frozenset(range(cluster.num("worker"), len(addresses)))
@@ -140,12 +138,8 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
     return exit_code
 
 
-def _task_argv(model_dir: str, recipe: Recipe, workers: int) -> list[str]:
-    argv = [*sys.argv[1:], f"--model_dir={absolute(model_dir)}"]
-    if flags.MIN_WORKERS.present and (summed := num_to_aggregate(recipe, workers)):
-        # A step has the same sub-batches with any number of workers.
-        argv.append(f"--replicas_to_aggregate={summed}")
-    return argv
+def _task_argv(model_dir: str) -> list[str]:
+    return [*sys.argv[1:], f"--model_dir={absolute(model_dir)}"]
 
 
 def _runner(cluster: Cluster, starter: TaskStarter, model_dir: str) -> Callable[[], LaunchReport]:

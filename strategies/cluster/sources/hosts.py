@@ -28,7 +28,7 @@ def from_hosts(
     `own_task` is --job_name and --task_index. `is_here` returns True for a name or address of this
     machine. Raises ClusterError if this machine is not in the list, or if its task is unclear.
     """
-    entries = [entry.strip() for entry in text.rstrip(", ").split(",")]
+    entries = entries_of(text)
     if not all(entries):
         raise ClusterError(
             f"--hosts is {text!r}, with an empty name. Type --hosts=a,b,c, the same on every host."
@@ -63,6 +63,11 @@ def from_hosts(
             f"of them this process is: --job_name={own[0].job} --task_index={own[0].index}."
         )
     return Found("hosts", where, check_cluster(jobs, own[0], wanted.strategy, "--hosts"))
+
+
+def entries_of(text: str) -> list[str]:
+    """The value of --hosts as a list: one entry for each task."""
+    return [entry.strip() for entry in text.rstrip(", ").split(",")]
 
 
 def here() -> Callable[[str], bool]:
