@@ -76,14 +76,12 @@ def configure_tensorflow(spec: TaskSpec) -> None:
     num_ops = spec.num_threads
     if spec.strategy == "multiworker" and spec.cluster and spec.cluster.num_hosts > 1:
         num_ops = max(num_ops or num_cores(), _OPS_WITH_NETWORK)
-    if spec.num_threads:
-        tf.config.threading.set_intra_op_parallelism_threads(spec.num_threads)
+    if spec.op_threads:
+        tf.config.threading.set_intra_op_parallelism_threads(spec.op_threads)
     if num_ops:
         tf.config.threading.set_inter_op_parallelism_threads(num_ops)
     if spec.recipe.config.virtual_replicas:
-        # The order of a sum within an op depends on the number of its threads. And the optimizer of
-        # graphs would join the sums of several parts of a batch.
-        tf.config.threading.set_intra_op_parallelism_threads(1)
+        # The optimizer of graphs would join the sums of several parts of a batch.
         tf.config.threading.set_inter_op_parallelism_threads(num_ops or num_cores())
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     if spec.recipe.config.deterministic:
@@ -154,6 +152,7 @@ def serve_task(spec: TaskSpec, signals: StopSignals, recorder: Recorder, num_gpu
         spec.num_threads,
         spec.chief_timeout_secs,
         num_gpus=num_gpus,
+        op_threads=spec.op_threads,
         versions=versions(),
         # Later than the chief, which ends the run if a ps is silent for all tasks.
         silence_secs=0.65 * spec.stall_timeout_secs,
@@ -169,7 +168,7 @@ def answering_servers(spec: TaskSpec, num_gpus: int) -> contextlib.AbstractConte
             return held(port_of(spec.cluster.address))
         from strategies.ps.servers import start_server
 
-        start_server(spec.cluster, spec.num_threads, num_gpus)
+        start_server(spec.cluster, spec.num_threads, num_gpus, spec.op_threads)
     return contextlib.nullcontext()
 
 

@@ -54,6 +54,14 @@ class TaskSpec:
         )
 
     @property
+    def op_threads(self) -> int:
+        """The threads of an op; 0 means one for each core.
+
+        The order of a sum within an op depends on them, so config.virtual_replicas needs one.
+        """
+        return 1 if self.recipe.config.virtual_replicas else self.num_threads
+
+    @property
     def generation(self) -> int | None:
         """The generation of this task's group of hosts; None if the cluster is not elastic."""
         return None if self.cluster is None else self.cluster.generation

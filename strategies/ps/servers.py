@@ -1,6 +1,6 @@
 """Worker and ps tasks: TensorFlow's servers, from their start until the chief ends them.
 
-    serve(cluster, 0, 600, num_gpus=0, versions=versions, ...)      # never returns
+    serve(cluster, 0, 600, num_gpus=0, op_threads=0, ...)      # never returns
     start_server(cluster, num_threads, num_gpus)    # in worker 0 of a cluster without a chief
     ask_chief_to_stop(cluster)          # in a worker or ps task that is asked to end
     report_loss(cluster, "no answer")   # in a worker that cannot continue
@@ -46,11 +46,14 @@ _KEEP_ALIVE: list[tf.distribute.Server] = []
 _MAX_CONNECTIONS = 32
 
 
-def start_server(cluster: Cluster, num_threads: int = 0, num_gpus: int = 0) -> tf.distribute.Server:
+def start_server(
+    cluster: Cluster, num_threads: int = 0, num_gpus: int = 0, op_threads: int | None = None
+) -> tf.distribute.Server:
     """Serves as this task from now on, on TensorFlow's threads and the first `num_gpus` GPUs.
 
-    An op uses `num_threads` threads; 0 means one for each core. The number of ops that run at the
-    same time is the same, but at least four. (Servers ignore tf.config, also for their GPUs.)
+    An op uses `op_threads` threads, by default `num_threads`; 0 means one for each core. So many
+    ops run at the same time as `num_threads` says, but at least four. (Servers ignore tf.config,
+    also for their GPUs.)
 
     Raises:
         ClusterError: the port was taken after `check_own_address` had tested it.
@@ -65,7 +68,7 @@ def start_server(cluster: Cluster, num_threads: int = 0, num_gpus: int = 0) -> t
             task_index=cluster.task.index,
             protocol="grpc",
             config=tf.compat.v1.ConfigProto(
-                intra_op_parallelism_threads=num_threads,
+                intra_op_parallelism_threads=num_threads if op_threads is None else op_threads,
                 inter_op_parallelism_threads=between_ops,
                 device_count={"GPU": num_gpus},
                 # Otherwise a server takes all memory of each of its GPUs when it starts.
@@ -85,6 +88,7 @@ def serve(
     chief_timeout_secs: float | None,
     *,
     num_gpus: int,
+    op_threads: int,
     versions: Mapping[str, str],
     silence_secs: float,
     on_gone: Callable[[str], None],
@@ -97,7 +101,7 @@ def serve(
     be reached for `silence_secs` from here, a worker (0 means no limit). Both are called on another
     thread. `versions` are the versions of this task.
     """
-    server = start_server(cluster, num_threads, num_gpus)
+    server = start_server(cluster, num_threads, num_gpus, op_threads)
     Mailbox(cluster, cluster.task, "versions").put(json.dumps(dict(versions)), _START_SECS)
     if chief_timeout_secs is not None:
         watch_chief(cluster, chief_timeout_secs, on_gone)

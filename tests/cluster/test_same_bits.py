@@ -23,7 +23,7 @@ FOUR_WORKERS = Topology(
 TWO_SYNC = Topology(
     "ps-sync-2+2",
     "ps",
-    ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=1"),
+    ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=2"),
     ("chief-0", "worker-0", "worker-1", "ps-0", "ps-1"),
 )
 

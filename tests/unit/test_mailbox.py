@@ -105,6 +105,9 @@ def test_server_has_the_threads_that_were_asked_for_and_enough_between_ops(
     made = []
     monkeypatch.setattr(tf.distribute, "Server", lambda *_, config, **__: made.append(config))
     start_server(local_cluster("ps", 1, 1).for_task(WORKER), num_threads)
-    (config,) = made
+    start_server(local_cluster("ps", 1, 1).for_task(WORKER), num_threads, op_threads=2)
+    config, other = made
     assert config.intra_op_parallelism_threads == num_threads
+    assert other.intra_op_parallelism_threads == 2
     assert config.inter_op_parallelism_threads == between_ops
+    assert other.inter_op_parallelism_threads == between_ops
