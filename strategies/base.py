@@ -60,7 +60,7 @@ class Learner(Protocol):
         """The size of the metric totals. Totals add up over steps, replicas and workers."""
 
     def to_metrics(self, totals: npt.NDArray[np.float64]) -> Metrics:
-        """What summed metric totals mean."""
+        """What summed metric totals mean. With virtual replicas, digests may follow them."""
 
     @property
     def variables(self) -> Sequence[tf.Variable]:

@@ -24,6 +24,7 @@ class Metrics(dict[str, tuple[float, float]]):
         results: Computes these metrics from `states`.
         lookups: Of each table, by the name of its layer: the different ids that each replica used
             in each training step, and all ids.
+        part_digests: Of the gradients of each part of a batch, with virtual replicas: integers.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Metrics(dict[str, tuple[float, float]]):
         states: Floats | None = None,
         results: Callable[[Floats], Mapping[str, float]] | None = None,
         lookups: Pairs | None = None,
+        part_digests: Floats | None = None,
     ) -> None:
         super().__init__(pairs or {})
         self.states = np.zeros([0]) if states is None else states
         self.results = results
         self.lookups = lookups or {}
+        self.part_digests = np.zeros([0]) if part_digests is None else part_digests
 
 
 def add_metrics(left: Metrics, right: Metrics) -> Metrics:
@@ -45,7 +48,8 @@ def add_metrics(left: Metrics, right: Metrics) -> Metrics:
         return left or right
     lookups = _sum_of_pairs(left.lookups, right.lookups)
     pairs = _sum_of_pairs(left, right)
-    return Metrics(pairs, left.states + right.states, left.results, lookups)
+    states, digests = left.states + right.states, left.part_digests + right.part_digests
+    return Metrics(pairs, states, left.results, lookups, digests)
 
 
 def means(metrics: Metrics) -> dict[str, float]:

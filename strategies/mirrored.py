@@ -119,7 +119,7 @@ class MirroredExecutor(Executor):
         def run(
             taken: Any, following: Batch, num_steps: tf.Tensor, status: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, Batch]:
-            totals = self.strategy.run(self._zero_totals)
+            totals = self.strategy.run(self._zero_totals, args=(learner.virtual_replicas,))
             for index in tf.range(num_steps):
                 read = self._slice_for_replicas(self._feed.batch(taken, index), offsets)
                 batch, following = (following, read) if reads_ahead else (read, ())
@@ -424,8 +424,8 @@ class MirroredExecutor(Executor):
         return self.strategy.experimental_distribute_values_from_function(slice_of)
 
     @no_autograph
-    def _zero_totals(self) -> tf.Tensor:
-        return tf.zeros([self._learner.num_totals], tf.float64)
+    def _zero_totals(self, num_digests: int = 0) -> tf.Tensor:
+        return tf.zeros([self._learner.num_totals + num_digests], tf.float64)
 
     @no_autograph
     def _sum_of_totals(self, vector: tf.Tensor) -> tf.Tensor:
@@ -439,5 +439,5 @@ class MirroredExecutor(Executor):
         """Sums metric totals and `status` over all replicas, in one all-reduce."""
         joined = self.strategy.run(lambda t: tf.concat([t, status], axis=0), args=(totals,))
         summed = self._sum_of_totals(joined)
-        num_totals = self._learner.num_totals
+        num_totals = summed.shape[0] - status.shape[0]
         return summed[:num_totals], summed[num_totals:]

@@ -6,7 +6,8 @@
 Compared are the reports of equal steps (loss, metrics, learning rate) and all variables of the
 checkpoints of equal steps, the optimizer's too. Reports name the steps between which two runs part;
 checkpoints name the variables, and so do the digests that reports have with
-config.virtual_replicas. Exit codes are those of diff: 0 equal, 1 different, 2 an error.
+config.virtual_replicas. These also name the parts of the batch whose gradients differ. Exit codes
+are those of diff: 0 equal, 1 different, 2 an error.
 """
 
 import json
@@ -21,7 +22,14 @@ from absl import flags
 from data.system.scratch import plain_path
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
-from trainer.run_files import DIGESTS, Document, RunFiles, finished_checkpoints, step_in
+from trainer.run_files import (
+    DIGESTS,
+    PART_DIGESTS,
+    Document,
+    RunFiles,
+    finished_checkpoints,
+    step_in,
+)
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 if TYPE_CHECKING:
@@ -36,6 +44,11 @@ _NOT_COMPARED = (
 )
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
+_ALL_PARTS = "gradients of all parts of the batch"
+_HINT = (
+    "From the step after the first difference on, all parts differ. To find the part, continue "
+    "both runs from a checkpoint at which they are equal, with --config.log_every_steps=1."
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,8 @@ class Difference:
         if len(self.names) > _NUM_SHOWN:
             shown.append(f"and {len(self.names) - _NUM_SHOWN} more")
         when = f"equal at step {self.equal_step:,}, different at step {self.step:,}"
-        return f"{what}: {when}: {', '.join(shown)}"
+        hint = self.step - self.equal_step > 1 and _ALL_PARTS in dict(self.names)
+        return f"{what}: {when}: {', '.join(shown)}" + (f"\n{_HINT}" if hint else "")
 
 
 @dataclass(frozen=True)
@@ -126,7 +140,22 @@ def _report_differences(left: Document, right: Document) -> list[tuple[str, floa
         found.append((name, abs(ours - theirs) if is_number else float("nan")))
     ours, theirs = left.get(DIGESTS, {}), right.get(DIGESTS, {})
     digests = [(name, math.nan) for name in ours if ours[name] != theirs.get(name, ours[name])]
+    if parts := _different_parts(left, right, variables_differ=bool(digests)):
+        digests.insert(0, (parts, math.nan))
     return digests + [(f"{name} of split {left['split']}", size) for name, size in found]
+
+
+def _different_parts(left: Document, right: Document, *, variables_differ: bool) -> str:
+    """The parts of a batch whose gradients differ, with config.virtual_replicas; "" if none do.
+
+    If all do, but no variable differs, the two reports are of other steps: a run was resumed.
+    """
+    ours, theirs = (report.get(PART_DIGESTS, {}) for report in (left, right))
+    parts = [part for part in ours if ours[part] != theirs.get(part, ours[part])]
+    if parts and len(parts) == len(ours):
+        return _ALL_PARTS if variables_differ else ""
+    plural = "s" if len(parts) > 1 else ""
+    return f"gradients of part{plural} {', '.join(parts)} of the batch" if parts else ""
 
 
 def _first(

@@ -74,7 +74,8 @@ NO_METRICS = (
     "records_skipped",
 )
 FAILURES = "failures.jsonl"  # In the model directory, or, if that is a URL, under runs/.
-DIGESTS = "digests"  # Of variables, in reports of training: hooks/digest.py.
+# Of variables, and of the gradients of parts of batches, in reports of training: hooks/digest.py.
+DIGESTS, PART_DIGESTS = "digests", "part_digests"
 RESTARTS = "restarts.jsonl"  # In the directory of the tasks' logs.
 MEMBERSHIP = "membership"  # In the model directory.
 _GROUP = re.compile(r"group-(\d{8})\.json")  # In MEMBERSHIP.

@@ -15,7 +15,7 @@ import tensorflow as tf
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
-from strategies.gradients.parts import gradients_of_parts
+from strategies.gradients.parts import Share, gradients_of_parts
 
 
 @contextlib.contextmanager
@@ -42,7 +42,8 @@ def gradients_of_virtual_replicas(
 ) -> tuple[Sequence[Tensor], Tensor]:
     """This replica's gradients and metric totals, of `num_parts` parts of a batch.
 
-    `sums_of` sums the changes of the layers' state over replicas, along a tree.
+    The totals end with digests, as those of `gradients_of_parts`. `sums_of` sums the changes of the
+    layers' state over replicas, along a tree.
     """
     state = learner.layer_state
     counters = [v for v in learner.forward_state if v.dtype.is_integer]
@@ -56,7 +57,10 @@ def gradients_of_virtual_replicas(
         new = [variable.read_value() for variable in state]
         return gradients, [a - b for a, b in zip(new, before, strict=False)], totals
 
-    gradients, changes, totals = gradients_of_parts(compute, batch, num_parts, learner.num_dense)
+    context = tf.distribute.get_replica_context()
+    number, num_replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+    share = Share(number, num_replicas, num_parts)
+    gradients, changes, totals = gradients_of_parts(compute, batch, share, learner.num_dense)
     _change_by_mean(state, before[: len(state)], sums_of(changes), learner.virtual_replicas)
     return gradients, totals
 

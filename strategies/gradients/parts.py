@@ -1,6 +1,7 @@
 """The parts of a batch of `config.virtual_replicas`: a step has the same bits on any topology.
 
-    gradients, changes, totals = gradients_of_parts(compute, batch, num_parts=4, num_dense=6)
+    share = Share(number=1, of=2, num_parts=4)          # The second of two replicas: parts 4 to 7.
+    gradients, changes, totals = gradients_of_parts(compute, batch, share, num_dense=6)
     total = in_pairs([a, b, c, d].__getitem__, 4, operator.add)     # (a + b) + (c + d)
 
 A batch has V parts, a power of two, however many replicas there are: R, a power of two, at most V.
@@ -10,7 +11,7 @@ ones between replicas. So each addition has the same two operands on any number 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -21,10 +22,20 @@ from strategies.gradients.coalescing import present
 # Metric totals of a part are rounded to multiples of 2 ** -24. Sums of such numbers below 2 ** 29
 # are exact in float64, so they may be added in any order.
 _TOTALS_UNIT = 2.0**-24
+# An odd number, for the weights of a digest.
+_DIGEST_FACTOR = 0x1E3779B1
 
 _Value = TypeVar("_Value")
 # Gradients, changes of the layers' state, metric totals.
 _OfPart: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor], Tensor]
+
+
+class Share(NamedTuple):
+    """The parts of one replica: `num_parts`, of as many in each of `of` replicas."""
+
+    number: int | Tensor  # Of the replica.
+    of: int
+    num_parts: int
 
 
 def in_pairs(
@@ -70,21 +81,24 @@ def part_of_batch(batch: Batch, index: int, num_parts: int) -> Batch:
 def gradients_of_parts(
     compute: Callable[[Batch], _OfPart],
     batch: Batch,
-    num_parts: int,
+    share: Share,
     num_dense: int,
 ) -> _OfPart:
     """The sums over the parts of this replica's part of a batch, each computed alone.
 
     `compute` returns the gradients of a part, the first `num_dense` for dense variables, the
     changes of the layers' state, and metric totals. So does this function; sums of its totals are
-    exact.
+    exact. At their end is a digest of the dense gradients and the changes for each part of the
+    complete batch: an integer, 0 for the parts of other replicas.
     """
     former: list[Tensor] = []
+    digests: list[Tensor] = []
 
     def of_part(index: int) -> _OfPart:
         # In sequence, so that the activations of only one part are in memory.
         with tf.control_dependencies(former):
-            part = tf.nest.map_structure(tf.identity, part_of_batch(batch, index, num_parts))
+            own = part_of_batch(batch, index, share.num_parts)
+            part = tf.nest.map_structure(tf.identity, own)
         gradients, changes, totals = compute(part)
         # Rows of an index that occurs several times are added within a part, as other gradients.
         dense = [
@@ -93,13 +107,17 @@ def gradients_of_parts(
         ]
         gradients = [*dense, *gradients[num_dense:]]
         former[:] = present([*gradients, *changes])
+        digests.append(_digest(present([*dense, *changes])))
         return gradients, changes, _exact(totals)
 
     def add(left: _OfPart, right: _OfPart) -> _OfPart:
         gradients, changes = (list(map(add_gradients, left[i], right[i])) for i in range(2))
         return gradients, changes, left[2] + right[2]
 
-    return in_pairs(of_part, num_parts, add)
+    gradients, changes, totals = in_pairs(of_part, share.num_parts, add)
+    is_own = tf.one_hot(share.number, share.of, dtype=tf.float64)
+    of_all = is_own[:, tf.newaxis] * tf.cast(tf.stack(digests), tf.float64)
+    return gradients, changes, tf.concat([totals, tf.reshape(of_all, [-1])], axis=0)
 
 
 @no_autograph
@@ -107,6 +125,29 @@ def totals_of_parts(evaluate: Callable[[Batch], Tensor], batch: Batch, num_parts
     """The sum of the metric totals of the parts of `batch`, which later sums keep exact."""
     totals = [evaluate(part_of_batch(batch, index, num_parts)) for index in range(num_parts)]
     return tf.add_n(list(map(_exact, totals)))
+
+
+def _digest(tensors: Sequence[Tensor]) -> Tensor:
+    """32 bits of `tensors`, int32 []: a weighted sum of their bits, which other values change.
+
+    Integers are added, so that any order gives the same sum. Each column (index in the last
+    dimension) of a tensor has its own weight, which is odd: no change of a single bit is lost.
+    """
+    words = map(_words, tensors)
+    columns = [tf.reduce_sum(word, axis=range(word.shape.rank - 1)) for word in words]
+    vector = tf.concat([tf.zeros([0], tf.int32), *columns], axis=0)
+    places = tf.range(1, tf.size(vector) + 1)
+    weights = tf.bitwise.bitwise_or(places * places * _DIGEST_FACTOR, 1)
+    return tf.reduce_sum(vector * weights)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of `tensor`, of 16 bits or more, as int32 of rank 1 or more."""
+    if tensor.dtype.size < tf.int32.size:
+        tensor = tf.cast(tf.bitcast(tensor, tf.int16), tf.int32)
+    words = tf.bitcast(tensor, tf.int32)
+    is_in_columns = words.shape.rank and tensor.dtype.size <= tf.int32.size
+    return words if is_in_columns else tf.reshape(words, [-1])
 
 
 def _exact(totals: Tensor) -> Tensor:

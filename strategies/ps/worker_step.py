@@ -20,7 +20,7 @@ from data.system.compat.autograph import autograph, no_autograph
 from data.system.errors import UsageError
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes, read_together
-from strategies.gradients.parts import gradients_of_parts, totals_of_parts
+from strategies.gradients.parts import Share, gradients_of_parts, totals_of_parts
 from strategies.tables import rows_read_as
 
 # Gradients, in the order of the learner's variables, and metric totals.
@@ -46,19 +46,20 @@ def compute_gradients(
     strategy: tf.distribute.Strategy,
     batch: Batch,
     read_dtype: str,
-    num_parts: int = 0,
+    share: Share | None = None,
 ) -> _Computed:
     """A worker's gradients and metric totals, at `values` of `learner.gradient_inputs`.
 
     Rows of tables are sent to the worker as the type named `read_dtype`. If `values` is empty, the
-    learner reads its variables itself, after the op `after`. With `num_parts`, that many parts of
-    `batch` are computed alone, and the changes of the layers' state follow the dense gradients.
+    learner reads its variables itself, after the op `after`. With a `share`, its parts of `batch`
+    are computed alone, the changes of the layers' state follow the dense gradients, and the totals
+    end with digests of the parts.
     """
 
     def in_parts(
         gradients: Callable[[Batch], _Computed], batch: Batch, values: Sequence[Tensor] = ()
     ) -> _Computed:
-        if not num_parts:
+        if share is None:
             return gradients(batch)
         places = {id(variable): i for i, variable in enumerate(learner.gradient_inputs)}
         state = [places[id(variable)] for variable in learner.layer_state]
@@ -76,7 +77,7 @@ def compute_gradients(
             return computed, changes, totals
 
         num_dense = learner.num_dense
-        computed, changes, totals = gradients_of_parts(compute, batch, num_parts, num_dense)
+        computed, changes, totals = gradients_of_parts(compute, batch, share, num_dense)
         return [*computed[:num_dense], *changes, *computed[num_dense:]], totals
 
     def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:

@@ -8,7 +8,7 @@ import pytest
 from tests.cluster.runs import TOPOLOGIES, Run, Topology, read_metrics, start, train
 from trainer.compare import compare
 from trainer.hooks.digest import OPTIMIZER
-from trainer.run_files import DIGESTS
+from trainer.run_files import DIGESTS, PART_DIGESTS
 
 CONFIG = "--config=tests/cluster/configs/same_bits.py"
 STEPS = 120
@@ -41,9 +41,11 @@ def assert_equal(left: Run, right: Run) -> None:
     assert found.is_equal, found
     assert found.num_reports == 16
     assert found.steps[-1] == STEPS
-    ours, theirs = (run.metrics("train")[-1][DIGESTS] for run in (left, right))
-    assert ours == theirs
-    assert {"conv2d/kernel", "batch_normalization/moving_mean", OPTIMIZER} <= ours.keys()
+    ours, theirs = (run.metrics("train")[-1] for run in (left, right))
+    assert ours[DIGESTS] == theirs[DIGESTS]
+    assert {"conv2d/kernel", "batch_normalization/moving_mean", OPTIMIZER} <= ours[DIGESTS].keys()
+    assert ours[PART_DIGESTS] == theirs[PART_DIGESTS]
+    assert len(set(ours[PART_DIGESTS].values())) == len(ours[PART_DIGESTS]) == 4
 
 
 @pytest.mark.parametrize(
@@ -62,26 +64,29 @@ def test_killed_run_continues_on_other_topologies_with_the_same_bits(
     alone: Run, digits: Path, tmp_path: Path
 ) -> None:
     flags = (CONFIG, f"--data_dir={digits}")
-    for topology, step in ((FOUR, 30), (TOPOLOGIES["multiworker-2"], 60)):
+    killed = (FOUR, 30), (TOPOLOGIES["multiworker-2"], 60), (TOPOLOGIES["mirrored-1"], 90)
+    for topology, step in killed:
         with start(topology, tmp_path / "run", *flags, "--config.steps_per_call=1") as process:
             process.wait_for_step(step)
             for each in process.family():
                 each.send_signal(signal.SIGKILL)
             process.wait_for_family_to_end()
-        assert max(line["step"] for line in read_metrics(tmp_path / "run")) < STEPS
-    run = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags)
+            assert process.popen.wait() == -signal.SIGKILL
+        assert step <= max(line["step"] for line in read_metrics(tmp_path / "run")) < STEPS
+    run = train(FOUR, tmp_path / "run", *flags)
     assert "resuming from step" in run.stdout
     assert_equal(alone, run)
 
 
-def test_flipped_bits_of_a_gradient_are_in_the_next_digest(
+def test_flipped_bit_of_a_gradient_is_in_the_next_report_with_the_part_and_the_variables(
     alone: Run, digits: Path, tmp_path: Path
 ) -> None:
-    flags = (CONFIG, f"--data_dir={digits}", "--config.flip_step=15")
+    flags = (CONFIG, f"--data_dir={digits}", "--config.flip_step=20")
     run = train(FOUR, tmp_path / "run", *flags)
     found = compare(str(alone.model_dir), str(run.model_dir))
     assert found.reports is not None
     assert (found.reports.equal_step, found.reports.step) == (10, 20)
-    names = [name for name, _ in found.reports.names]
+    part, *names = [name for name, _ in found.reports.names]
+    assert part == "gradients of part 3 of the batch"  # That of the last replica.
     assert "embedding/embeddings" in names
     assert found.variables is not None  # Of the oldest checkpoint that is left.

@@ -41,7 +41,7 @@ def write_checkpoint(directory: Path, step: int, model: keras.Model) -> None:
     (path / "checkpoint.json").write_text(json.dumps(signed({**mark, "files": files})))
 
 
-def write_reports(directory: Path, lines: Sequence[Mapping[str, float | str | None]]) -> None:
+def write_reports(directory: Path, lines: Sequence[Mapping[str, object]]) -> None:
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (directory / "metrics.jsonl").write_text(text)
 
@@ -72,6 +72,48 @@ def test_smallest_change_of_one_variable_is_found_with_its_step_and_name(tmp_pat
     assert name.endswith("head/kernel")
     assert size == pytest.approx(np.max(np.abs(changed - kernel)))
     assert "equal at step 10, different at step 20" in found.variables.describe("variables")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kernel", "expected", "has_hint"),
+    [
+        ("abXd", "1", ["gradients of part 2 of the batch"], False),
+        ("aXXd", "2", ["gradients of parts 1, 2 of the batch", "kernel"], False),
+        ("XXXX", "2", ["gradients of all parts of the batch", "kernel"], True),
+        ("abcd", "2", ["kernel"], False),
+    ],
+)
+def test_parts_whose_gradients_differ_are_named_with_the_variables(
+    theirs: str, kernel: str, expected: list[str], has_hint: bool, tmp_path: Path
+) -> None:
+    def run(name: str, digests: Sequence[str], kernels: Sequence[str]) -> str:
+        (tmp_path / name).mkdir()
+        lines = [
+            {
+                "step": 10 * number,
+                "split": "train",
+                "digests": {"kernel": kernel},
+                "part_digests": dict(zip("0123", parts, strict=True)),
+            }
+            for number, (parts, kernel) in enumerate(zip(digests, kernels, strict=True))
+        ]
+        write_reports(tmp_path / name, lines)
+        return str(tmp_path / name)
+
+    found = compare(
+        run("a", ["abcd", "abcd"], ["1", "1"]), run("b", ["abcd", theirs], ["1", kernel])
+    )
+    assert found.reports is not None
+    assert [name for name, _ in found.reports.names] == expected
+    assert ("log_every_steps=1" in found.reports.describe("reports")) == has_hint
+
+
+def test_reports_of_other_steps_have_other_digests_of_all_parts(tmp_path: Path) -> None:
+    for name, digest in (("a", "x"), ("b", "y")):
+        (tmp_path / name).mkdir()
+        line = {"step": 10, "split": "train", "digests": {"kernel": "1"}}
+        write_reports(tmp_path / name, [{**line, "part_digests": {"0": digest, "1": digest}}])
+    assert compare(str(tmp_path / "a"), str(tmp_path / "b")).is_equal
 
 
 def test_first_different_report_is_found(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies.gradients.parts import gradients_of_parts, in_pairs, totals_of_parts
+from strategies.gradients.parts import Share, gradients_of_parts, in_pairs, totals_of_parts
 from strategies.transfer import Transfer, TransferError
 from trainer.config import Config
 from trainer.config_checks import check, check_replicas
@@ -51,7 +51,7 @@ def test_parts_are_computed_alone_and_their_rows_are_added_within_each() -> None
         rows = tf.IndexedSlices(part, tf.constant([1, 1]), tf.constant([3, 1]))
         return [total, rows, None, rows], [total * 10.0], tf.cast(total, tf.float64)[tf.newaxis]
 
-    gradients, changes, totals = gradients_of_parts(compute, batch, num_parts=4, num_dense=3)
+    gradients, changes, totals = gradients_of_parts(compute, batch, Share(0, 1, 4), num_dense=3)
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
     dense, made_dense, absent, rows = gradients
     assert float(dense) == 28
@@ -59,7 +59,52 @@ def test_parts_are_computed_alone_and_their_rows_are_added_within_each() -> None
     assert absent is None
     assert rows.values.numpy().ravel().tolist() == list(range(8))
     assert [float(change) for change in changes] == [280.0]
-    assert totals.numpy() == [28.0]
+    assert totals[0] == 28
+    # The digests of the parts are at their places, whichever replica computes a part.
+    halves = [
+        gradients_of_parts(compute, batch[4 * i : 4 * i + 4], Share(i, 2, 2), num_dense=3)[2]
+        for i in range(2)
+    ]
+    assert halves[0][3:].numpy().tolist() == halves[1][1:3].numpy().tolist() == [0, 0]
+    assert (halves[0] + halves[1]).numpy().tolist() == totals.numpy().tolist()
+    assert len(set(totals[1:].numpy().tolist())) == 4
+
+
+def digest_of_part(*gradients: tf.Tensor) -> int:
+    """The digest of a batch of one part with these gradients."""
+    none = tf.zeros([0], tf.float64)
+    *_, totals = gradients_of_parts(
+        lambda _: (gradients, [], none), none, Share(0, 1, 1), len(gradients)
+    )
+    return int(totals[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_digest_of_a_part_has_each_bit_of_its_gradients_and_their_places(dtype: str) -> None:
+    words = {"float32": np.uint32, "float16": np.uint16, "float64": np.uint64}[dtype]
+    values = np.random.default_rng(0).normal(size=[2, 3]).astype(dtype)
+    scalar = tf.constant(1.0)
+    digest = digest_of_part(tf.constant(values), scalar)
+    assert digest_of_part(tf.constant(values)) != digest
+    assert digest_of_part(tf.constant(values[:, [0, 2, 1]]), scalar) != digest
+    for bit in range(8 * values.itemsize):
+        flipped = values.view(words).copy()
+        flipped[1, 2] ^= words(1 << bit)
+        assert digest_of_part(tf.constant(flipped.view(dtype)), scalar) != digest
+
+
+def test_digest_of_a_part_does_not_depend_on_what_the_graph_knows_of_a_shape() -> None:
+    values = tf.random.stateless_normal([5, 3], seed=[0, 1])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None])])
+    def in_graph(gradient: tf.Tensor) -> tf.Tensor:
+        none = tf.zeros([0], tf.float64)
+        *_, totals = gradients_of_parts(
+            lambda _: ([gradient], [], none), none, Share(0, 1, 1), num_dense=1
+        )
+        return totals[0]
+
+    assert int(in_graph(values)) == digest_of_part(values)
 
 
 def test_totals_of_parts_have_the_same_sum_in_any_order() -> None:

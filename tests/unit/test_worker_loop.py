@@ -1,5 +1,6 @@
 """What a worker of synchronous parameter servers does with its assignments, in this process."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,9 @@ class SubBatchNumbers(WorkerLoop):
 class Desk:
     """A worker loop of slot 1 of 2, whose gradients are the numbers of the sub-batches."""
 
-    def __init__(self, num_unrolled: int, compression: Compression) -> None:
+    def __init__(
+        self, num_unrolled: int, compression: Compression, virtual_replicas: int = 0
+    ) -> None:
         self.variable = tf.Variable([0.0, 0.0])
         # As the statistics of BatchNorm: what has changed when a gradient was computed.
         self.num_computed = tf.Variable(0)
@@ -37,7 +40,9 @@ class Desk:
             num_dense=1,
             gradient_inputs=[self.variable],
             num_totals=2,
-            virtual_replicas=0,
+            virtual_replicas=virtual_replicas,
+            layer_state=[],
+            keeping_state=lambda: contextlib.nullcontext({}),
             gradients_at=self._gradients,
         )
         source = SimpleNamespace(

@@ -1,10 +1,11 @@
-"""Digests of the weights in metrics.jsonl, with `config.virtual_replicas`.
+"""Digests of weights and gradients in metrics.jsonl, with `config.virtual_replicas`.
 
     lines = DigestLines("model_dir/metrics.jsonl", always, learner)
+    lines(100, executor.run(10))
     lines.write(100, "train", {"loss": 0.5})    # ... "digests": {"dense/kernel": "0f3a...", ...}
 
-So `trainer.compare` finds the first report at which two runs differ, and the variables, without
-checkpoints.
+So `trainer.compare` finds the first report at which two runs differ, the variables and the parts of
+the batch, without checkpoints.
 """
 
 import functools
@@ -14,9 +15,10 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.split_mix import finalized
+from strategies.metrics import Metrics, add_metrics
 from trainer.hooks.writers import JsonLines, Values
 from trainer.learner import Learner
-from trainer.run_files import DIGESTS
+from trainer.run_files import DIGESTS, PART_DIGESTS
 
 OPTIMIZER = "all of the optimizer"
 # The type with the bits of an element, by its size in bytes.
@@ -27,7 +29,8 @@ class DigestLines(JsonLines):
     """Adds the digests of a learner's variables to each report of training.
 
     One for each variable of the model, by its path, and one for all states of the optimizer. Rows
-    of a ShardedEmbedding are left out: how they are divided depends on the strategy.
+    of a ShardedEmbedding are left out: how they are divided depends on the strategy. And one for
+    the gradients of each part of a batch, summed over the steps since the last report.
     """
 
     def __init__(self, path: str, always: Mapping[str, Values], learner: Learner) -> None:
@@ -44,13 +47,26 @@ class DigestLines(JsonLines):
             return found
 
         self._digests = digests
+        self._metrics = Metrics()
+
+    @override
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._metrics = Metrics()
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._metrics = add_metrics(self._metrics, metrics)
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:
         if split == "train":
             found = self._digests()
             shown = {name: f"{int(value) % 2**64:016x}" for name, value in found.items()}
-            values = {**values, DIGESTS: shown}
+            sums = enumerate(self._metrics.part_digests)
+            parts = {str(i): f"{int(value) % 2**32:08x}" for i, value in sums}
+            values = {**values, DIGESTS: shown, PART_DIGESTS: parts}
+            self._metrics = Metrics()
         super().write(step, split, values)
 
 

@@ -24,6 +24,7 @@ from tensorboard.plugins.hparams import summary_v2 as hp
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from typing_extensions import override
 
+from strategies.metrics import Metrics
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.exit_codes import first_line
 from trainer.hooks.base import Hook
@@ -61,6 +62,10 @@ class Lossy(Writer):
             self._writer.begin(step)
         except STORAGE_ERRORS as error:
             log.warning("%s cannot be written: %s", self._where, first_line(error))
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._writer(step, metrics)
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:

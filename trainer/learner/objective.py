@@ -113,14 +113,18 @@ class Objective:
         return 2 * num_means + 2 * len(self._tables) + num_states
 
     def to_metrics(self, totals: npt.NDArray[np.float64]) -> Metrics:
-        """Converts summed metric totals, float64 [num_totals], to Metrics."""
+        """Converts summed metric totals, float64 [num_totals], to Metrics.
+
+        Further values are the digests of parts of a batch.
+        """
+        totals, digests = np.split(totals, [self.num_totals])
         names = (*self._loss_names, *self._metrics, *(layer.name for layer in self._tables))
         num_means, num_pairs = len(names) - len(self._tables), len(names)
         pairs = totals[: 2 * num_pairs].reshape(-1, 2).tolist()
         named = [(name, (total, count)) for name, (total, count) in zip(names, pairs, strict=True)]
         means, lookups = dict(named[:num_means]), dict(named[num_means:])
         results = self.keras_metrics.results if self.keras_metrics else None
-        return Metrics(means, totals[2 * num_pairs :], results, lookups)
+        return Metrics(means, totals[2 * num_pairs :], results, lookups, digests)
 
     def is_lower_better(self, metric: str) -> bool:
         """Returns True for losses and errors, False for accuracies, for example."""

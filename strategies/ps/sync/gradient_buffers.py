@@ -51,7 +51,8 @@ class GradientBuffers:
         locks: The locks of each worker slot, one on each of `devices`, resources.
         sent: The variables whose gradients, or changes, workers send: `num_dense` dense ones, then
             the parts of tables.
-        num_totals: The size of the metric totals of a gradient, float64.
+        num_totals: The size of the metric totals of a gradient and, with virtual replicas, of the
+            digests of all parts: float64.
         name: Unique; for resources with names on workers.
     """
 
@@ -61,7 +62,7 @@ class GradientBuffers:
         """`strategy` has placed the variables of `learner`."""
         self.step_device: str = learner.step.device
         self.name = f"{os.getpid()}-{time.time_ns()}"
-        self.num_totals = learner.num_totals
+        self.num_totals = learner.num_totals + learner.virtual_replicas
         # With virtual replicas, the changes of the layers' state are sent as gradients are.
         self._virtual_replicas = learner.virtual_replicas
         self._state = learner.layer_state if learner.virtual_replicas else ()

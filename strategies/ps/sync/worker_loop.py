@@ -21,6 +21,7 @@ from data.tickets import PackedTickets, TicketSource
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import Bucket, buckets
 from strategies.gradients.compression import Compression
+from strategies.gradients.parts import Share
 from strategies.ps.protocol import (
     END,
     NONE,
@@ -161,7 +162,7 @@ class WorkerLoop:
                 self.strategy,
                 batch,
                 self.read_dtype,
-                num_parts=learner.virtual_replicas // len(self.lanes),
+                self._share(assignment.sub_batch),
             )
             present[:] = [i for i in range(num_dense) if gradients[i] is not None]
             dense = [tf.ensure_shape(gradients[i], variables[i].shape) for i in present]
@@ -230,6 +231,12 @@ class WorkerLoop:
         )
         refused = assignment._replace(end_reason=EndReason.GIVES_WAY, step=NONE)
         return tf.where(has_no_tickets, pack(refused), row)
+
+    def _share(self, sub_batch: Tensor) -> Share | None:
+        """The parts of a sub-batch, with virtual replicas."""
+        number = len(self.lanes)
+        num_parts = self.learner.virtual_replicas // number
+        return Share(sub_batch % number, number, num_parts) if num_parts else None
 
     def _batch(self, number: Tensor, starts: Tensor, tickets: Tensor) -> Batch:
         batch, index = number // len(self.lanes), number % len(self.lanes)
