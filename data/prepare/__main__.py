@@ -133,8 +133,8 @@ def _main(argv: Sequence[str]) -> int:
         print(f"data.prepare: {error}{nothing}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        said = f"{data_dir} is not complete. The same command writes it from its beginning."
-        print(f"\ndata.prepare: interrupted: {said}", file=sys.stderr)
+        said = f"interrupted before {name} was complete. The same command begins it again."
+        print(f"\ndata.prepare: {said}", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
 

@@ -292,6 +292,9 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 is not all")
     with pytest.raises(DataError, match=r"a\.parquet is no Parquet file, or damaged"):
         parquet(tmp_path / "a.parquet", tmp_path / "out")
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    with pytest.raises(DataError, match=r"a\.csv is no Parquet file.*type csv:NAME"):
+        parquet(tmp_path / "a.csv", tmp_path / "out")
     write(tmp_path / "in" / "train.parquet", {"x": [1]})
     write(tmp_path / "in" / "more.parquet", {"x": [1]})
     with pytest.raises(DataError, match=r"the splits are not clear: .*more\.parquet is of no"):

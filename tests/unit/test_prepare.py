@@ -231,8 +231,17 @@ def test_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         said = process.communicate(timeout=30)[1]
     assert process.returncode == 128 + signal.SIGINT
     assert said.count("\n") == 2
-    assert "interrupted: datasets/x is not complete. The same command" in said
+    assert "interrupted before python:x was complete. The same command" in said
     assert [p.name for p in tmp_path.iterdir()] == ["slow.py"]
+
+
+def test_directory_that_cannot_be_written_is_named_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # Root may write everywhere.
+    with pytest.raises(DataError, match=f"directory {tmp_path} cannot be written.*--data_dir="):
+        prepare("digits", str(tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_prepares_at_once_both_succeed(tmp_path: Path) -> None:
