@@ -44,6 +44,7 @@ def check_batches(
         where = f"The first batch of split {reader.split.name!r}"
         with data_errors_explained(inputs):
             examples, labels, *weights = batch_at(reader, 0)
+        state = [(v, v.numpy()) for v in learner.model.non_trainable_variables]
         try:
             outputs = learner.model(examples, training=False)
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
@@ -56,6 +57,9 @@ def check_batches(
                 f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "
                 f"takes {taken}. {first_line(error)}"
             ) from error
+        # Not each task makes this check, and what a layer has counted must be equal in all.
+        for variable, value in state:
+            variable.assign(value)
         if recipe.loss is None and "loss" in learner.objective.functions:
             _check_labels(where, labels, outputs.shape[-1])
         num_examples = tf.nest.flatten(examples)[0].shape[0]

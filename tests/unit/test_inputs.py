@@ -61,6 +61,26 @@ def test_message_names_a_shard_that_was_cut_while_it_was_read(tmp_path: Path) ->
         list(DiskReader(reader).batches(0, range(reader.order.lanes), num_batches))
 
 
+def test_check_leaves_the_state_of_layers_as_it_was(tmp_path: Path) -> None:
+    """Recurrent layers draw the masks of dropout in an evaluation, too, and advance a variable."""
+
+    def build_recurrent(config: Config) -> keras.Model:
+        recurrent = keras.layers.GRU(CLASSES, recurrent_dropout=0.5)
+        inputs = keras.Input((3,))
+        return keras.Model(inputs, recurrent(keras.layers.Reshape((3, 1))(inputs)))
+
+    recipe = make_recipe(build_model=build_recurrent)
+    reader = make_reader(write_split(tmp_path))
+    learner = build_learner(recipe)
+    (drawn,) = learner.model.non_trainable_variables
+    before = drawn.numpy()
+    learner.model(tf.zeros([2, 3]))
+    assert (drawn.numpy() != before).any(), "this test needs a layer that advances it"
+    drawn.assign(before)
+    check_batches(Inputs(reader, reader), learner, recipe)
+    assert (drawn.numpy() == before).all()
+
+
 def test_loss_and_metrics_with_one_value_an_example_pass(tmp_path: Path) -> None:
     check(tmp_path)
     check(tmp_path, loss=squares, metrics={"squares": squares})
