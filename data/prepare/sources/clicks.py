@@ -22,7 +22,8 @@ from data.prepare.sources import Options, Source, SourceSplit, test_fraction
 from data.prepare.sources.examples import Classes, feature_files, tensor
 from data.split_mix import finalized
 from data.system.files import DataError
-from data.tfrecord.examples import example_bytes
+from data.tfrecord import example_blocks
+from data.tfrecord.example_blocks import fixed
 
 FILE_NAME = "clicks.json"
 EXAMPLES = 100_000
@@ -99,16 +100,11 @@ class Clicks:
         """The records of examples begin + first to begin + last - 1."""
         for low, high in _blocks(begin + first, begin + last):
             dense, ids, probabilities, draws = self._examples(low, high)
-            dense_bytes, id_bytes = dense.astype("<f4"), ids.astype("<i4")
-            clicked = draws < probabilities
-            for row in range(high - low):
-                yield example_bytes(
-                    {
-                        "numbers": dense_bytes[row].tobytes(),
-                        "categorical": id_bytes[row].tobytes(),
-                        "click": int(clicked[row]),
-                    }
-                )
+            numbers, categorical = fixed(dense.astype("<f4")), fixed(ids.astype("<i4"))
+            clicked = (draws < probabilities).astype(np.int64)
+            yield from example_blocks.records(
+                {"numbers": numbers, "categorical": categorical, "click": clicked}
+            )
 
     def best_auc(self, begin: int, count: int) -> float:
         """The AUC of the true probabilities of `count` examples."""
