@@ -19,7 +19,7 @@ from pathlib import Path
 from data.prepare import origin, writing
 from data.prepare.catalog import bare_name, check, file_of, files_read, open_source
 from data.prepare.progress import progress
-from data.prepare.sources import Options, Source, SourceSplit, rewrite
+from data.prepare.sources import Options, Source, rewrite
 from data.system import files, object_store
 from data.system.cores import num_cores
 from data.system.files import DataError
@@ -256,7 +256,7 @@ def _write(source: Source, data_dir: str) -> None:
                 data_dir,
                 source.name,
                 split_name,
-                _num_shards(split),
+                math.ceil(split.num_bytes / _SHARD_BYTES),
                 split.num_examples,
                 min(num_cores(), _MAX_PROCESSES),
                 report,
@@ -277,10 +277,6 @@ def _write(source: Source, data_dir: str) -> None:
     texts = {**source.files, _INFO: json.dumps(info, indent=2) + "\n"}
     for file_name, text in texts.items():
         files.replace_file(files.join(data_dir, file_name), text.encode())
-
-
-def _num_shards(split: SourceSplit) -> int:
-    return max(1, math.ceil(split.num_bytes / _SHARD_BYTES))
 
 
 @contextlib.contextmanager
