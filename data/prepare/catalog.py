@@ -107,11 +107,7 @@ def bare_name(name: str) -> str:
 
 
 def check(name: str, options: Options) -> None:
-    """Checks that `name` is well formed and takes the `options`. Reads no file.
-
-    Raises:
-        DataError: the name is not well formed, or an option would be ignored.
-    """
+    """Raises DataError if `name` is not well formed, or would ignore an option. Reads no file."""
     kind, colon, following = name.partition(":")
     if kind in _KINDS and not following:
         raise DataError(f"{kind!r} needs a name: python -m data.prepare {kind}:NAME")
@@ -154,11 +150,7 @@ def nearest(name: str, others: Sequence[str] = ()) -> str:
 
 
 def open_source(name: str, path: str | None, options: Options) -> Source:
-    """The source of data set `name`, which is made from `path`. No example is read yet.
-
-    Raises:
-        DataError: there is no data set of that name, or its files are wrong.
-    """
+    """The source of data set `name`, which is made from `path`. No example is read yet."""
     check(name, options)
     _, colon, following = name.partition(":")
     if not colon and path is None and name not in _NAMES:

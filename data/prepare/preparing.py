@@ -51,10 +51,6 @@ def prepare(
 
     Several processes may call this at once, on several hosts that share a file system with locks.
     A URL has no locks: only one process may write to it. Progress goes to stderr.
-
-    Raises:
-        DataError: the name or the source is wrong, or `data_dir` holds something else, or it was
-            made from other files, or with other options.
     """
     given = options or Options()
     check(name, given)
@@ -102,9 +98,6 @@ def write_new(
     s3:// all is written to TMPDIR first.
     `is_done` returns True if another process has written `data_dir`. `what`: named in messages.
     `former`: the name of a data set that is replaced, if it is there.
-
-    Raises:
-        DataError: the directory of the former data set also holds files of others.
     """
     data_dir = files.absolute(data_dir)
     partial = data_dir = data_dir if files.is_url(data_dir) else os.path.realpath(data_dir)
@@ -154,11 +147,7 @@ def write_new(
 
 
 def _is_prepared(name: str, data_dir: str, source: str | None, options: Options) -> bool:
-    """Returns True if `data_dir` holds this data set completely, False if it is empty.
-
-    Raises:
-        DataError: it holds something else.
-    """
+    """Returns True if `data_dir` holds this data set completely, False if it is empty."""
     try:
         info = json.loads(files.read_text(files.join(data_dir, _INFO)))
     except NotADirectoryError:
@@ -215,11 +204,7 @@ def _check_origin(name: str, data_dir: str, source: str | None, options: Options
 
 
 def _files_of_former(name: str, data_dir: str) -> list[str]:
-    """The files of data set `name` in `data_dir`. The first one marks the directory as complete.
-
-    Raises:
-        DataError: the directory also holds files of others.
-    """
+    """The files of data set `name` in `data_dir`. The first one marks the directory as complete."""
     if not files.is_dir(data_dir):
         return []
     ours = re.compile(

@@ -213,11 +213,7 @@ def _names(
     files: Mapping[str, str],
     options: Options,
 ) -> tuple[list[str], list[str]]:
-    """The columns that are read, in the order of the first chunk; and notes.
-
-    Raises:
-        DataError: the chunks have different columns, or an option names a column that is missing.
-    """
+    """The columns that are read, in the order of the first chunk; and notes."""
     headers: dict[str, list[str]] = {}
     first = next(part[0] for part in tables.values() if part)
     chosen = columns_in(options.columns)

@@ -108,11 +108,7 @@ class Column:
         self._first.setdefault(kind, first)
 
     def finish(self, missing: Missing) -> None:
-        """Finds the kind, after all values were added.
-
-        Raises:
-            DataError: a value is not of the type of the column, or `missing` must be given.
-        """
+        """Finds the kind, after all values were added. Raises DataError for a wrong value."""
         self.missing, self.kind = missing, self._found_kind(missing)
 
     def _found_kind(self, missing: Missing) -> str:
@@ -351,11 +347,7 @@ def missing_of(option: str | None) -> Missing:
 def declared_types(
     path: str, options: Options, names: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The types that --text, --integer and --float declare, and the columns of --lists.
-
-    Raises:
-        DataError: there is no such column, or two options contradict each other.
-    """
+    """The types that --text, --integer and --float declare, and the columns of --lists."""
     types: dict[str, str] = {}
     option_of: dict[str, str] = {}
     for option, kind in (("text", TEXT), ("integer", INTEGER), ("float", NUMBER), ("lists", "")):

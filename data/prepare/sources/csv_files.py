@@ -69,11 +69,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(path: str, options: Options) -> Layout:
-    """Finds the layout of a file from its first lines, as far as the options do not say it.
-
-    Raises:
-        DataError: the file is no text, or in another encoding, or has no line of names.
-    """
+    """Finds the layout of a file from its first lines, as far as the options do not say it."""
     encoding, separator = _encoding(path, options.encoding), _separator_of(options.delimiter)
     layout = Layout((), (), separator, encoding, 0, options.header is not False)
     try:

@@ -157,11 +157,7 @@ def no_column(path: str, flag: str, name: str, columns: Collection[str]) -> Data
 def common_columns(
     path: str, splits: Mapping[str, ColumnsT], files: Mapping[str, str], options: Options
 ) -> ColumnsT:
-    """The columns, which must be the same in all splits. `files`: of the splits, for messages.
-
-    Raises:
-        DataError: the splits have different columns, or no column is the label of the options.
-    """
+    """The columns, which must be the same in all splits. `files`: of the splits, for messages."""
     (first, columns), *others = splits.items()
     for split, found in others:
         if found != columns:
