@@ -95,9 +95,6 @@ def count_ids(data_dir: str, split: records.Split) -> Iterator[Counts]:
 
     A feature of several integers has a column for each place, and one for all places. Text is
     hashed to 63 bits: of n different texts, two count as equal with a probability of n^2 / 2^64.
-
-    Raises:
-        DataError: no feature of the split has integers or text, or a record does not have them.
     """
     import tensorflow as tf
 

@@ -2,6 +2,5 @@
 
 `sources/` has one file for each input format, and `catalog.py` the list of them. A source describes
 its splits and yields serialized examples; `writing.py` writes them to shards in several processes.
-Output is the same bytes for the same input. Wrong options, and wrong or damaged input, are a
-DataError everywhere, which says what to do. Read `sources/__init__.py` first.
+Output is the same bytes for the same input. Read `sources/__init__.py` first.
 """

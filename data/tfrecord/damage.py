@@ -74,9 +74,6 @@ def open_good(data_dir: str, split: str) -> Split:
     used until the size or modification time of a file or of the index changes, or dataset_info.json
     has other lengths. A damaged split is walked at each opening; if that takes long, copy it:
     `python -m data.inspect --data_dir=DIR --repair=NEW_DIR`.
-
-    Raises:
-        DataError: no record can be read, or the lost records cannot be counted.
     """
     data_dir = os.fspath(data_dir)
     reports = _saved_or_examined(data_dir, split)

@@ -60,9 +60,6 @@ def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
     """`split` with copies of its shards in `directory`, if they are at s3://.
 
     Without `directory`, copies are in the user's cache.
-
-    Raises:
-        DataError: the directory cannot be written.
     """
     urls = list(dict.fromkeys(shard.path for shard in split.shards))
     if not files.is_s3(urls[0]):
@@ -83,11 +80,7 @@ def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
 
 
 def complete_copies(split: Split) -> None:
-    """Fetches what is missing of all shards, and compares every record with its CRCs.
-
-    Raises:
-        DataError: a shard has no copy, because not all copies fit in the directory.
-    """
+    """Fetches what is missing of all shards, and compares every record with its CRCs."""
     if split.copies is not None:
         split.copies.complete(split)
 

@@ -53,10 +53,7 @@ def splits_in(data_dir: str, *, lost_too: bool = False) -> list[str]:
 def shard_paths(data_dir: str, split: str, *, missing_too: bool = False) -> list[str]:
     """Paths of the shards of `split`, in order and complete; no file is opened.
 
-    With `missing_too`, the missing shards of a numbered set are listed too.
-
-    Raises:
-        DataError: the directory or the split is missing, or one of its shards.
+    Without `missing_too`, a missing shard of a numbered set is a DataError.
     """
     return [join(data_dir, name) for name in _shard_names(data_dir, split, missing_too)]
 

@@ -134,10 +134,6 @@ def open_split(data_dir: str, split: str) -> Split:
 
     A saved index is used if it fits. Otherwise the record headers are read, about a million a
     second, and the index is saved if the directory can be written to.
-
-    Raises:
-        DataError: a shard is missing, unreadable, compressed, damaged, or not as its index or
-            dataset_info.json says.
     """
     data_dir = os.fspath(data_dir)
     paths = shard_paths(data_dir, split)
