@@ -130,11 +130,6 @@ def _entry(name: str) -> _Entry:
     return _KINDS[kind] if colon else _NAMES.get(name, _IDX)
 
 
-def file_of(name: str, source: str | None) -> str | None:
-    """The file or directory that --source names: FILE.py, if it is FILE.py:FUNCTION."""
-    return source.rpartition(":")[0] if source and name.startswith("python:") else source
-
-
 def files_read(name: str, options: Options) -> tuple[str, ...]:
     """Patterns of the names of files and directories that are read in the source of `name`."""
     if options.splits and ":" not in name:

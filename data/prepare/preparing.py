@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data.prepare import origin, writing
-from data.prepare.catalog import bare_name, check, file_of, files_read, open_source
+from data.prepare.catalog import bare_name, check, open_source
 from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, rewrite
 from data.system import files, object_store
@@ -75,7 +75,7 @@ def prepare(
 
     def make_source() -> Source:
         # Before it is read: what changes meanwhile differs from this afterwards.
-        now = _origin(name, given, source, data_dir)
+        now = origin.origin(name, given, source, data_dir)
         opened = open_source(name, source, given)
         text = json.dumps(now, indent=2) + "\n"
         return opened._replace(files={**opened.files, origin.FILE_NAME: text})
@@ -175,11 +175,6 @@ def _is_prepared(name: str, data_dir: str, source: str | None, options: Options)
     return True
 
 
-def _origin(name: str, options: Options, source: str | None, data_dir: str) -> origin.Origin:
-    patterns = files_read(name, options)
-    return origin.origin(options, source, file_of(name, source), patterns, data_dir)
-
-
 def _check_origin(name: str, data_dir: str, source: str | None, options: Options | None) -> None:
     """Raises DataError if the data set in `data_dir` was made from other files or options."""
     try:
@@ -189,7 +184,7 @@ def _check_origin(name: str, data_dir: str, source: str | None, options: Options
         return  # Of another program, or of a former version: nothing is known.
     if name == "rewrite" and (source is None or not files.exists(source)):
         return
-    now = dict(_origin(name, options or Options(), source, data_dir))
+    now = dict(origin.origin(name, options or Options(), source, data_dir))
     if options is None:
         now["options"] = then["options"]
     if source is None:
