@@ -225,8 +225,7 @@ class ShardCopies:
                     copies[path] = _Copy(path, (url, num_bytes))
                 elif os.path.exists(path) and not _is_used(path):
                     _remove(path)
-            for path in unused:
-                room -= sizes[path]
+            room -= sum(sizes[path] for path in unused)
             for path in unused:
                 if room < 0:
                     _remove(path)
