@@ -61,8 +61,6 @@ class Chunk(NamedTuple):
     Attributes:
         path: The file, for messages.
         first: The number of its first row in the file, from 0.
-        num_rows: The number of its rows.
-        schema: Names and types of its columns.
         read: Yields these columns of the rows in order, in batches of some MiB.
     """
 

@@ -3,9 +3,7 @@
     layout = layout_of("people.csv", Options())
     for line, row in lines("people.csv", layout): ...       # row: {"age": "37", ...}
 
-Values are separated by commas, semicolons or tabs, whichever divide the first line into the most
-values. If none of them does, or not the other lines, it may be "|" or spaces that divide each of
-the first lines into equally many values.
+docs/data.md says how the separator is found.
 """
 
 import codecs
@@ -53,7 +51,6 @@ class Layout(NamedTuple):
         columns: Their names; `column_0`, ... for columns without a name.
         unnamed: The columns without a name; the last column, if the file has no names.
         separator: The character between values. Several spaces count as one.
-        encoding: The encoding of the text.
         num_skipped: Lines before the values, or before the names: 1 if the first is `sep=;`.
         has_header: True if the first line of the others has the names.
         note: What a user should know about the separator.

@@ -35,15 +35,12 @@ ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 class Table(NamedTuple):
     """Rows with named columns, each of which becomes an example.
 
-    Attributes:
-        num_rows: The number of rows.
-        row_bytes: An estimate of the size of an example.
-        examples: `examples(mask, labels)` returns the `examples` of a SourceSplit that has the rows
-            for which `mask` is 1, with the classes of the columns that are `labels`.
+    `examples(mask, labels)` returns the `examples` of a SourceSplit that has the rows for which
+    `mask` is 1, with the classes of the columns that are `labels`.
     """
 
     num_rows: int
-    row_bytes: int
+    row_bytes: int  # An estimate of the size of an example.
     examples: Callable[[bytes, Mapping[str, Classes]], Examples]
 
 
