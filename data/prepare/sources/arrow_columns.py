@@ -325,12 +325,12 @@ def _is_empty(texts: pa.Array) -> Mask:
     return empty
 
 
-def texts_of(array: pa.Array, per_row: int = 1) -> Texts:
+def texts_of(array: pa.Array) -> Texts:
     """The bytes of large binary without nulls."""
     _, offsets, content = array.buffers()
     ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
     data = np.frombuffer(content or b"", np.uint8)[ends[0] : ends[-1]]
-    return Texts(data, np.diff(ends), per_row)
+    return Texts(data, np.diff(ends))
 
 
 def _str(value: object) -> str:

@@ -23,6 +23,7 @@ from data.prepare.sources.examples import Classes, feature_files, tensor
 from data.split_mix import finalized
 from data.system.files import DataError
 from data.tfrecord import example_blocks
+from data.tfrecord.crc import Int64s
 from data.tfrecord.example_blocks import fixed
 
 FILE_NAME = "clicks.json"
@@ -44,7 +45,6 @@ _PAIRS = ((0, 13), (5, 8), (7, 24), (16, 19))
 _BLOCK = 4096
 
 _Floats = npt.NDArray[np.float64]
-_Ints = npt.NDArray[np.int64]
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -113,7 +113,7 @@ class Clicks:
         clicked = np.concatenate([part[1] < part[0] for part in parts])
         return auc(probabilities, clicked)
 
-    def _examples(self, low: int, high: int) -> tuple[_Floats, _Ints, _Floats, _Floats]:
+    def _examples(self, low: int, high: int) -> tuple[_Floats, Int64s, _Floats, _Floats]:
         """Examples low to high - 1, of one block: numbers, ids, probabilities and draws."""
         block, columns = low // _BLOCK, len(CARDINALITIES)
         # Raw bits: NumPy may change its distributions, but not these.
@@ -134,7 +134,7 @@ class Clicks:
             logits += 0.5 * effects[:, left] * effects[:, right]
         return dense, ids, 1 / (1 + np.exp(-logits)), draws[:, 0]
 
-    def _effects(self, ids: _Ints, salt: int = 0) -> _Floats:
+    def _effects(self, ids: Int64s, salt: int = 0) -> _Floats:
         """A number for each id of each column: uniform, with mean 0 and variance 1."""
         columns = np.arange(ids.shape[1], dtype=np.uint64)
         start = np.uint64((self._seed * 2 + salt) & (2**32 - 1)) << np.uint64(32)
@@ -159,7 +159,7 @@ def auc(scores: _Floats, is_positive: npt.NDArray[np.bool_]) -> float:
     return float(found / (positives * negatives))
 
 
-def _zipf(uniform: _Floats, sizes: _Floats) -> _Ints:
+def _zipf(uniform: _Floats, sizes: _Floats) -> Int64s:
     """Ids from 0 to size - 1 of each column, by the inverse of the continuous distribution."""
     power = 1 - _EXPONENT
     ranks = (1 + uniform * ((sizes + 1) ** power - 1)) ** (1 / power)
