@@ -68,21 +68,21 @@ class Layout(NamedTuple):
 def layout_of(path: str, options: Options) -> Layout:
     """Finds the layout of a file from its first lines, as far as the options do not say it."""
     encoding, separator = _encoding(path, options.encoding), _separator_of(options.delimiter)
-    layout = Layout((), (), separator, encoding, 0, options.header is not False)
+    num_skipped, note = 0, ""
     try:
-        with _open(path, layout.encoding) as file:
+        with _open(path, encoding) as file:
             first = list(itertools.islice(file, _FIRST_LINES))
         if first and (sep := _SEP_LINE.fullmatch(first[0].rstrip("\r\n"))):
-            layout = layout._replace(num_skipped=1, separator=separator or sep[1])
-        if not layout.separator:
-            found = _deduced_separator(first, has_lists=options.lists is not None)
-            layout = layout._replace(separator=found)
-            if found in _RARER:
-                name = "spaces" if found == " " else repr(found)
+            num_skipped, separator = 1, separator or sep[1]
+        if not separator:
+            separator = _deduced_separator(first, has_lists=options.lists is not None)
+            if separator in _RARER:
+                name = "spaces" if separator == " " else repr(separator)
                 note = f"{path}: {name} separate the values. If they do not, add --delimiter=,"
-                layout = layout._replace(note=note)
     except (*_DAMAGE, UnicodeError) as error:
         raise _unreadable(path, 0, encoding, error) from None
+    has_header = options.header is not False
+    layout = Layout((), (), separator, encoding, num_skipped, has_header, note)
     _, values = next(_raw_lines(path, layout), (0, []))
     stripped = [value.strip() for value in values]
     return _with_columns(path, layout, stripped, is_sure=options.header is not None)
