@@ -9,33 +9,19 @@ average of the weights, which is evaluated and exported. 10,000 steps take about
 cores, and reach a test accuracy of 0.983 (at least 0.98).
 """
 
-import dataclasses
-from typing import TYPE_CHECKING
-
+from configs.mnist_replica import MnistReplicaConfig, build_model
 from data.features import image_raw_parse
-from trainer.config import Config
 
-if TYPE_CHECKING:
-    import keras
+__all__ = ["build_model"]
 
 # The records hold `image_raw`, `pixels` and `label`.
 parse = image_raw_parse((28, 28, 1))
 
 
-@dataclasses.dataclass
-class TowersConfig(Config):
-    """Config with the width of the one hidden layer.
-
-    Attributes:
-        hidden_units: Units of the hidden layer.
-    """
-
-    hidden_units: int = 500
-
-
-def get_config() -> TowersConfig:
+def get_config() -> MnistReplicaConfig:
     """10,000 steps of 100 examples: 17 epochs."""
-    config = TowersConfig(
+    config = MnistReplicaConfig(
+        hidden_units=500,
         dataset="mnist_towers",
         batch_size=100,
         optimizer="sgd",
@@ -53,18 +39,3 @@ def get_config() -> TowersConfig:
     config.ema.decay = 0.99
     config.ema.warmup = True
     return config
-
-
-def build_model(config: TowersConfig) -> "keras.Model":
-    """Images float32 [B, 28, 28, 1] in [0, 1] -> logits [B, 10]."""
-    import keras
-    from keras import layers
-
-    return keras.Sequential(
-        [
-            keras.Input((28, 28, 1)),
-            layers.Flatten(),
-            layers.Dense(config.hidden_units, activation="relu"),
-            layers.Dense(10),
-        ]
-    )

@@ -67,16 +67,6 @@ class DiskReader:
         return self.batches_of([Part(first_batch, num_batches, lanes)], lanes, waited=waited)
 
     @no_autograph
-    def batches_of(
-        self, parts: Sequence[Part], lanes: range, *, waited: tf.Variable | None = None
-    ) -> tf.data.Dataset:
-        """As `batches`, but of `parts`, one after another, each with as many lanes as `lanes`.
-
-        An iterator reads the parts that are in the list `parts` when it begins.
-        """
-        return self._dataset(parts, lanes, waited=waited)
-
-    @no_autograph
     def evaluation_batches(self, lanes: range) -> tf.data.Dataset:
         """Every record, as (inputs, labels, weights float32 [n]).
 
@@ -84,9 +74,10 @@ class DiskReader:
         weight 1 once, and repeats in the last batch have weight 0: weighted sums are exact.
         """
         all_batches = Part(0, self._reader.num_evaluation_batches, lanes)
-        return self._dataset([all_batches], lanes, weights=True)
+        return self.batches_of([all_batches], lanes, weights=True)
 
-    def _dataset(
+    @no_autograph
+    def batches_of(
         self,
         parts: Sequence[Part],
         lanes: range,
@@ -94,6 +85,11 @@ class DiskReader:
         weights: bool = False,
         waited: tf.Variable | None = None,
     ) -> tf.data.Dataset:
+        """As `batches`, but of `parts`, one after another, each with as many lanes as `lanes`.
+
+        An iterator reads the parts that are in the list `parts` when it begins. `weights`: as of
+        `Reader.extras`.
+        """
         extras = functools.partial(self._reader.extras, weights=weights)
         spec = self._reader.row_spec(lanes=lanes, weights=weights)
         if any(is_url(path) for path in self._pieces.paths):

@@ -85,10 +85,8 @@ class Features(dict[str, Feature]):
     ) -> "dict[str, tf.Tensor]":
         """Decodes `names`, or all features: string [n] -> tensors [n, ...] of the feature's dtype.
 
-        A label outside [0, num_classes), or a value of wrong size, is an InvalidArgumentError.
-
-        Raises:
-            DataError: a feature has a type that is not decoded here, or varies in shape.
+        A label outside [0, num_classes), or a value of wrong size, is an InvalidArgumentError. A
+        feature that has a type that is not decoded here, or varies in shape, is a DataError.
         """
         columns = self.columns(self if names is None else names)
         return self.decode(parse_columns(serialized, columns))
@@ -128,11 +126,7 @@ def parse_columns(serialized: "tf.Tensor", columns: Mapping[str, Column]) -> "di
 
 
 def read_features(data_dir: str) -> Features:
-    """The features that `features.json` in `data_dir` describes.
-
-    Raises:
-        DataError: the file does not exist, or is not in TFDS' format.
-    """
+    """The features that `features.json` in `data_dir` describes."""
     path = f"{os.fspath(data_dir).rstrip('/')}/features.json"
     try:
         tree = json.loads(files.read_text(path))

@@ -96,10 +96,6 @@ def default_parse(
     where floats are declared; other inputs are only cast. An integer that the declared dtype does
     not hold, or a number above 2**24 that float32 would change, is an InvalidArgumentError. `note`
     of the result says what is used and left out.
-
-    Raises:
-        DataError: there is no such feature; or it is not clear which one is the label or the input;
-            or one is text where the model takes numbers, or the reverse.
     """
     import tensorflow as tf
 
@@ -272,9 +268,6 @@ def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
     a multiplication of the division, and merges its factor with the next one, while the graph of a
     dataset divides. The op has kernels for the CPU and for XLA. On a GPU it would travel to the CPU
     and back, so there it is a cast and another op that is not rewritten either, with equal results.
-
-    Raises:
-        TypeError: `values` are not uint8.
     """
     import tensorflow as tf
 

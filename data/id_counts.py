@@ -11,19 +11,17 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from data.example_features import Feature, read_features
 from data.system.files import DataError
 from data.tfrecord import damage
 from data.tfrecord import split as records
+from data.tfrecord.crc import Int64s
 from data.tfrecord.examples import PADDING
 
 _BATCH = 4096
 _MOST_PENDING = 1 << 20
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint16", "uint32")
-
-Ids = npt.NDArray[np.int64]
 
 
 class IdCounter:
@@ -32,12 +30,12 @@ class IdCounter:
     def __init__(self, name: str, *, is_list: bool = False, is_text: bool = False) -> None:
         """`is_list`: PADDING is not counted. `is_text`: the ids are hashes."""
         self.name, self._is_list, self._is_text = name, is_list, is_text
-        self._ids: Ids = np.empty(0, np.int64)
-        self._times: Ids = np.empty(0, np.int64)
-        self._pending: list[Ids] = []
+        self._ids: Int64s = np.empty(0, np.int64)
+        self._times: Int64s = np.empty(0, np.int64)
+        self._pending: list[Int64s] = []
         self._num_pending = 0
 
-    def add(self, ids: Ids) -> None:
+    def add(self, ids: Int64s) -> None:
         """Counts `ids`, of any shape."""
         flat = ids.ravel()
         self._pending.append(flat[flat != PADDING] if self._is_list else flat)
@@ -66,8 +64,8 @@ class Counts:
     """The different ids of a column, sorted, and how often each occurs."""
 
     name: str
-    ids: Ids
-    times: Ids
+    ids: Int64s
+    times: Int64s
     is_text: bool  # The ids are hashes.
 
     @property
@@ -95,9 +93,6 @@ def count_ids(data_dir: str, split: records.Split) -> Iterator[Counts]:
 
     A feature of several integers has a column for each place, and one for all places. Text is
     hashed to 63 bits: of n different texts, two count as equal with a probability of n^2 / 2^64.
-
-    Raises:
-        DataError: no feature of the split has integers or text, or a record does not have them.
     """
     import tensorflow as tf
 

@@ -1,10 +1,9 @@
 """Images at the size that a model needs: JPEGs are decoded in part, and scaled while decoded.
 
-    def parse(serialized, seeds):                    # in a config file
-        example = tf.io.parse_example(serialized, SPEC)
-        if seeds is None:                            # evaluation, prediction
-            return resized(example["image"], 224), example["label"]
-        return random_resized_crops(example["image"], seeds, 224), example["label"]
+    images = resized(encoded, 224)                          # evaluation, prediction
+    images = random_resized_crops(encoded, seeds, 224)      # training
+
+configs/image_finetune.py has a `parse` with both.
 
 Only the part of a JPEG that is needed is decoded. Where it is at least twice as large as the
 result, the decoder makes it 2, 4 or 8 times smaller: it computes fewer values of each block, which

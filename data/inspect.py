@@ -131,11 +131,7 @@ def table_sizes(data_dir: str, splits: Sequence[str]) -> Iterator[str]:
 
 
 def image_grid(data_dir: str, split_name: str) -> bytes:
-    """The first images of a split in rows of eight, as the bytes of a PNG file.
-
-    Raises:
-        DataError: there is no features.json, it names no image, or a record has no image.
-    """
+    """The first images of a split in rows of eight, as the bytes of a PNG file."""
     import tensorflow as tf
 
     features = read_features(data_dir)

@@ -50,11 +50,7 @@ _EPOCHS_CACHED = 3
 
 
 def replica_lanes(lanes: int, replica: int, num_replicas: int) -> range:
-    """The lanes that `replica` of `num_replicas` reads.
-
-    Raises:
-        ValueError: a replica would have no lane, or `replica` does not exist.
-    """
+    """The lanes that `replica` of `num_replicas` reads."""
     if num_replicas > lanes:
         raise ValueError(
             f"{num_replicas} replicas cannot share {lanes} lanes: each needs at least one. "
@@ -97,9 +93,6 @@ class Order:
     """The endless order over one split: equal fields, equal order, on every machine.
 
     Starting costs the same at every position. Safe to call from several threads.
-
-    Raises:
-        ValueError: a field is invalid; the message names it, and what to set.
     """
 
     shard_lengths: tuple[int, ...]

@@ -66,10 +66,6 @@ class Reader:
         cache_bytes: The training set, as before `widen`, is cached up to this size; never strings.
         prefetch_batches: Parsed batches kept ready, besides the batches that threads work on.
         gives_seeds: Training batches end with the seeds, whatever `augment` did with them.
-
-    Raises:
-        DataError: the order was made for another split; or examples that `parse` draws again in
-            each epoch would be cached.
     """
 
     split: Split

@@ -27,8 +27,8 @@ from data.reader import Parse, Reader, takes_seeds
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
 from data.system.satellites import of_satellite
-from data.tfrecord.copied_split import complete_copies, with_copies
 from data.tfrecord.damage import open_split, verify
+from data.tfrecord.shard_copies import complete_copies, with_copies
 from data.tfrecord.shard_names import prepare_again
 from data.tfrecord.split import Split, changed_files, check_record_bytes
 from strategies.base import Batch

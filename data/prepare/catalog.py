@@ -107,11 +107,7 @@ def bare_name(name: str) -> str:
 
 
 def check(name: str, options: Options) -> None:
-    """Checks that `name` is well formed and takes the `options`. Reads no file.
-
-    Raises:
-        DataError: the name is not well formed, or an option would be ignored.
-    """
+    """Raises DataError if `name` is not well formed, or would ignore an option. Reads no file."""
     kind, colon, following = name.partition(":")
     if kind in _KINDS and not following:
         raise DataError(f"{kind!r} needs a name: python -m data.prepare {kind}:NAME")
@@ -134,11 +130,6 @@ def _entry(name: str) -> _Entry:
     return _KINDS[kind] if colon else _NAMES.get(name, _IDX)
 
 
-def file_of(name: str, source: str | None) -> str | None:
-    """The file or directory that --source names: FILE.py, if it is FILE.py:FUNCTION."""
-    return source.rpartition(":")[0] if source and name.startswith("python:") else source
-
-
 def files_read(name: str, options: Options) -> tuple[str, ...]:
     """Patterns of the names of files and directories that are read in the source of `name`."""
     if options.splits and ":" not in name:
@@ -154,11 +145,7 @@ def nearest(name: str, others: Sequence[str] = ()) -> str:
 
 
 def open_source(name: str, path: str | None, options: Options) -> Source:
-    """The source of data set `name`, which is made from `path`. No example is read yet.
-
-    Raises:
-        DataError: there is no data set of that name, or its files are wrong.
-    """
+    """The source of data set `name`, which is made from `path`. No example is read yet."""
     check(name, options)
     _, colon, following = name.partition(":")
     if not colon and path is None and name not in _NAMES:

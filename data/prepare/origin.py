@@ -1,6 +1,6 @@
 """What a data set was made from: sizes and times of the source's files, and options.
 
-    now = origin(options, "train.csv", "train.csv", ("*.csv",), "datasets/a")
+    now = origin("csv:a", options, "train.csv", "datasets/a")
     changes(then, now)      # ["train.csv was 1 file(s) of 9 bytes, changed ..., and is now ..."]
 
 `data.prepare` keeps it as source.json in the data set.
@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from data.prepare.catalog import files_read
 from data.prepare.sources import Options, is_ignored
 from data.system import files
 
@@ -19,31 +20,27 @@ FILE_NAME = "source.json"
 Origin: TypeAlias = Mapping[str, Any]  # A JSON object: "options" and "files".
 
 
-def origin(
-    options: Options,
-    source: str | None,
-    file: str | None,
-    patterns: Sequence[str],
-    data_dir: str,
-) -> Origin:
+def origin(name: str, options: Options, source: str | None, data_dir: str) -> Origin:
     """Describes the options, and the number, size and last change of the files in `source`.
 
-    These are the files and directories directly in directory `source` whose names fit `patterns`; a
-    directory has the total of all files below it. If `source` is no directory, it is `file`, which
-    `source` names; if it is None, there are no files. `data_dir` may be below `source`, and is left
-    out.
+    These are the files and directories directly in directory `source` that data set `name` reads; a
+    directory has the total of all files below it. `data_dir` may be below it, and is left out. If
+    `source` is no directory, it is one file; if it is None, there are no files.
     """
     found: dict[str, list[int]] = {}
     if source is not None and not files.is_dir(source):
+        is_function = name.startswith("python:")  # FILE.py:FUNCTION
+        file = source.rpartition(":")[0] if is_function else source
         found[os.path.basename(source)] = [1, *files.stamp(file or source)]
     elif source is not None:
-        for name in sorted(files.names_in(source)):
-            path = files.join(source, name)
-            if any(fnmatch.fnmatch(name.lower(), pattern.lower()) for pattern in patterns):
+        patterns = files_read(name, options)
+        for entry in sorted(files.names_in(source)):
+            path = files.join(source, entry)
+            if any(fnmatch.fnmatch(entry.lower(), pattern.lower()) for pattern in patterns):
                 stamps = list(_stamps(path, data_dir))
                 if stamps:
                     num_bytes, times = map(list, zip(*stamps, strict=True))
-                    found[name] = [len(stamps), sum(num_bytes), max(times)]
+                    found[entry] = [len(stamps), sum(num_bytes), max(times)]
     return {"options": options.complete(), "files": found}
 
 

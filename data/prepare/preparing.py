@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data.prepare import origin, writing
-from data.prepare.catalog import bare_name, check, file_of, files_read, open_source
+from data.prepare.catalog import bare_name, check, open_source
 from data.prepare.progress import progress
-from data.prepare.sources import Options, Source, SourceSplit, rewrite
+from data.prepare.sources import Options, Source, rewrite
 from data.system import files, object_store
 from data.system.cores import num_cores
 from data.system.files import DataError
@@ -51,10 +51,6 @@ def prepare(
 
     Several processes may call this at once, on several hosts that share a file system with locks.
     A URL has no locks: only one process may write to it. Progress goes to stderr.
-
-    Raises:
-        DataError: the name or the source is wrong, or `data_dir` holds something else, or it was
-            made from other files, or with other options.
     """
     given = options or Options()
     check(name, given)
@@ -79,7 +75,7 @@ def prepare(
 
     def make_source() -> Source:
         # Before it is read: what changes meanwhile differs from this afterwards.
-        now = _origin(name, given, source, data_dir)
+        now = origin.origin(name, given, source, data_dir)
         opened = open_source(name, source, given)
         text = json.dumps(now, indent=2) + "\n"
         return opened._replace(files={**opened.files, origin.FILE_NAME: text})
@@ -102,9 +98,6 @@ def write_new(
     s3:// all is written to TMPDIR first.
     `is_done` returns True if another process has written `data_dir`. `what`: named in messages.
     `former`: the name of a data set that is replaced, if it is there.
-
-    Raises:
-        DataError: the directory of the former data set also holds files of others.
     """
     data_dir = files.absolute(data_dir)
     partial = data_dir = data_dir if files.is_url(data_dir) else os.path.realpath(data_dir)
@@ -154,11 +147,7 @@ def write_new(
 
 
 def _is_prepared(name: str, data_dir: str, source: str | None, options: Options) -> bool:
-    """Returns True if `data_dir` holds this data set completely, False if it is empty.
-
-    Raises:
-        DataError: it holds something else.
-    """
+    """Returns True if `data_dir` holds this data set completely, False if it is empty."""
     try:
         info = json.loads(files.read_text(files.join(data_dir, _INFO)))
     except NotADirectoryError:
@@ -186,11 +175,6 @@ def _is_prepared(name: str, data_dir: str, source: str | None, options: Options)
     return True
 
 
-def _origin(name: str, options: Options, source: str | None, data_dir: str) -> origin.Origin:
-    patterns = files_read(name, options)
-    return origin.origin(options, source, file_of(name, source), patterns, data_dir)
-
-
 def _check_origin(name: str, data_dir: str, source: str | None, options: Options | None) -> None:
     """Raises DataError if the data set in `data_dir` was made from other files or options."""
     try:
@@ -200,7 +184,7 @@ def _check_origin(name: str, data_dir: str, source: str | None, options: Options
         return  # Of another program, or of a former version: nothing is known.
     if name == "rewrite" and (source is None or not files.exists(source)):
         return
-    now = dict(_origin(name, options or Options(), source, data_dir))
+    now = dict(origin.origin(name, options or Options(), source, data_dir))
     if options is None:
         now["options"] = then["options"]
     if source is None:
@@ -215,11 +199,7 @@ def _check_origin(name: str, data_dir: str, source: str | None, options: Options
 
 
 def _files_of_former(name: str, data_dir: str) -> list[str]:
-    """The files of data set `name` in `data_dir`. The first one marks the directory as complete.
-
-    Raises:
-        DataError: the directory also holds files of others.
-    """
+    """The files of data set `name` in `data_dir`. The first one marks the directory as complete."""
     if not files.is_dir(data_dir):
         return []
     ours = re.compile(
@@ -256,7 +236,7 @@ def _write(source: Source, data_dir: str) -> None:
                 data_dir,
                 source.name,
                 split_name,
-                _num_shards(split),
+                math.ceil(split.num_bytes / _SHARD_BYTES),
                 split.num_examples,
                 min(num_cores(), _MAX_PROCESSES),
                 report,
@@ -277,10 +257,6 @@ def _write(source: Source, data_dir: str) -> None:
     texts = {**source.files, _INFO: json.dumps(info, indent=2) + "\n"}
     for file_name, text in texts.items():
         files.replace_file(files.join(data_dir, file_name), text.encode())
-
-
-def _num_shards(split: SourceSplit) -> int:
-    return max(1, math.ceil(split.num_bytes / _SHARD_BYTES))
 
 
 @contextlib.contextmanager

@@ -16,11 +16,7 @@ from data.tfrecord.framing import read_records
 
 
 def repair(data_dir: str, splits: Sequence[str], out: str) -> list[str]:
-    """Copies the readable records of `splits` to `out`; returns lines that say what is left out.
-
-    Raises:
-        DataError: `out` is not empty, or no record can be read.
-    """
+    """Copies the readable records of `splits` to `out`; returns lines that say what is left out."""
     out = files.absolute(out)
     if files.exists(out) and (not files.is_dir(out) or files.names_in(out)):
         raise DataError(f"--repair={out} is there already. Give a new directory: --repair=NEW_DIR")

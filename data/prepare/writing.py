@@ -52,9 +52,6 @@ def write_split(
     processes are forked, so nothing is pickled. A process that has imported TensorFlow cannot
     fork, because a fork loses TensorFlow's threads: it writes alone. `report`: called in this
     process with the number of examples written so far.
-
-    Raises:
-        DataError: there are no examples, or `examples` yields another number than `num_examples`.
     """
     if num_examples < 1:
         raise DataError(f"Split {split!r} of {name} has no examples: check the source files.")

@@ -118,9 +118,7 @@ def glob(directory: str, pattern: str) -> list[str]:
 
 def num_bytes_of(path: str) -> int:
     """The size of a file."""
-    if is_s3(path):
-        return object_store.stamp(path)[0]
-    return _gfile(lambda gfile: gfile.stat(path).length) if is_url(path) else os.path.getsize(path)
+    return _stamp(path)[0]
 
 
 def sizes_of(paths: Sequence[str]) -> list[int]:
@@ -133,8 +131,10 @@ def sizes_of(paths: Sequence[str]) -> list[int]:
 
 def stamp(path: str) -> tuple[int, int]:
     """Size and time of the last change, in ns; (-1, -1) if the file is missing."""
-    if not exists(path):
-        return -1, -1
+    return _stamp(path) if exists(path) else (-1, -1)
+
+
+def _stamp(path: str) -> tuple[int, int]:
     if is_s3(path):
         return object_store.stamp(path)
     if is_url(path):

@@ -16,10 +16,9 @@ from typing import NamedTuple, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from data.tfrecord.crc import Int64s
+from data.tfrecord.crc import Int64s, Uint8s
 from data.tfrecord.examples import BYTES, FLOATS, INTEGERS, feature_header, field_header
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 Float32s: TypeAlias = npt.NDArray[np.float32]
 
 _VARINT_BITS = 7
@@ -29,7 +28,7 @@ _MOST_VARINT_BYTES = 10
 class Texts(NamedTuple):
     """Byte strings, one after the other in `data`; `per_row` of them are the value of a row."""
 
-    data: Bytes
+    data: Uint8s
     lengths: Int64s  # [n * per_row]
     per_row: int = 1
 

@@ -1,8 +1,9 @@
 """Copies of shards at s3:// on a disk of this machine, filled by blocks when they are read.
 
-    copies = ShardCopies(urls, directory="/disk/copies", max_bytes=100 << 30)
-    copies.fetch(ranges)                  # starts requests for what is missing, and returns
-    copies.read_into(ranges, content)     # waits for them
+    split = with_copies(split, directory="/disk/copies", max_bytes=100 << 30)
+    split.copies.fetch(ranges)              # starts requests for what is missing, and returns
+    split.copies.read_into(ranges, content) # waits for them
+    complete_copies(split)                  # whole files, for readers in TensorFlow
 
 A shard has two files in the directory: a copy of its size, with holes, and a map with a byte for
 each block of 128 KiB that says if the copy has it. Several processes may fill a copy at once: they
@@ -17,6 +18,7 @@ reads all shards, so removing one for another would gain nothing.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -35,6 +37,8 @@ from data.system.locks import locked
 from data.system.object_store import UnavailableError
 from data.tfrecord.byte_ranges import ByteRanges, pread
 from data.tfrecord.crc import Int64s, Uint8s
+from data.tfrecord.damage import verify
+from data.tfrecord.split import Split
 
 T = TypeVar("T")
 
@@ -50,6 +54,35 @@ _MISSING, _PRESENT, _VERIFIED = 0, 1, 2
 
 class _NoCopyError(Exception):
     """A copy cannot be written any more: the bytes must be fetched into memory."""
+
+
+def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
+    """`split` with copies of its shards in `directory`, if they are at s3://.
+
+    Without `directory`, copies are in the user's cache.
+    """
+    urls = list(dict.fromkeys(shard.path for shard in split.shards))
+    if not files.is_s3(urls[0]):
+        return split
+    if not directory:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+        directory = os.path.join(cache, "tf-distribution-trainer", "shards")
+    directory = os.path.abspath(os.path.expanduser(directory))
+    try:
+        return dataclasses.replace(split, copies=ShardCopies(urls, directory, max_bytes))
+    except UnavailableError:
+        raise
+    except OSError as error:
+        raise DataError(
+            f"Copies of {files.parent(urls[0])} cannot be kept in {directory}: {error}. Give a "
+            "directory on a local disk with room: --data_cache_dir=DIR"
+        ) from error
+
+
+def complete_copies(split: Split) -> None:
+    """Fetches what is missing of all shards, and compares every record with its CRCs."""
+    if split.copies is not None:
+        split.copies.complete(split)
 
 
 class ShardCopies:
@@ -118,18 +151,12 @@ class ShardCopies:
                 self._copies[path] = None
                 _remove(path)
 
-    def complete(self, name: str, is_damaged: Callable[[str, str], bool]) -> None:
-        """Fetches what is missing of all shards. `name`: the name of the split, for an error.
-
-        `is_damaged(url, path)` compares a complete copy at `path` with its CRCs. A damaged copy is
-        fetched again, once.
-
-        Raises DataError if a shard has no copy, because not all copies fit in the directory.
-        """
+    def complete(self, split: Split) -> None:
+        """As `complete_copies`. A damaged copy is fetched again, once."""
         num_bytes = sum(size for _, size in self._objects.values())
         if None in self._copies.values():
             raise DataError(
-                f"Workers of ps read whole local copies of {name!r}, {num_bytes:,} bytes, "
+                f"Workers of ps read whole local copies of {split.name!r}, {num_bytes:,} bytes, "
                 f"but not all fit in {self._directory} with --data_cache_bytes={self._max_bytes}. "
                 "Raise it to the bytes of both splits or more, give --data_cache_dir on a larger "
                 "disk, or use another strategy."
@@ -141,7 +168,7 @@ class ShardCopies:
                     continue
                 self._fill(copy)
                 url, _ = self._objects[path]
-                if is_damaged(url, path):  # Perhaps the copy is damaged, and not the object.
+                if _is_damaged(split, url, path):  # Perhaps the copy is damaged, not the object.
                     copy.mark(np.arange(copy.num_blocks), _MISSING)
                     self._fill(copy)
                 os.fsync(copy.descriptor)
@@ -198,8 +225,7 @@ class ShardCopies:
                     copies[path] = _Copy(path, (url, num_bytes))
                 elif os.path.exists(path) and not _is_used(path):
                     _remove(path)
-            for path in unused:
-                room -= sizes[path]
+            room -= sum(sizes[path] for path in unused)
             for path in unused:
                 if room < 0:
                     _remove(path)
@@ -311,6 +337,14 @@ class _Copy:
             os.pwrite(self._map, bytes([_PRESENT] * (last - first)), first)
         except OSError as error:
             raise _NoCopyError(f"{self.path} cannot be written: {error}") from error
+
+
+def _is_damaged(split: Split, url: str, path: str) -> bool:
+    """Compares the copy at `path` of the shard at `url` with its CRCs."""
+    shards = [dataclasses.replace(s, path=path) for s in split.shards if s.path == url]
+    left_out = [dataclasses.replace(d, path=path) for d in split.damages if d.path == url]
+    copied = dataclasses.replace(split, shards=tuple(shards), damages=tuple(left_out))
+    return bool(verify(copied))
 
 
 def _patiently(call: Callable[[], T]) -> T:

@@ -53,12 +53,50 @@ def splits_in(data_dir: str, *, lost_too: bool = False) -> list[str]:
 def shard_paths(data_dir: str, split: str, *, missing_too: bool = False) -> list[str]:
     """Paths of the shards of `split`, in order and complete; no file is opened.
 
-    With `missing_too`, the missing shards of a numbered set are listed too.
-
-    Raises:
-        DataError: the directory or the split is missing, or one of its shards.
+    Without `missing_too`, a missing shard of a numbered set is a DataError.
     """
-    return [join(data_dir, name) for name in _shard_names(data_dir, split, missing_too)]
+    names = sorted(_list(data_dir))
+    quoted = re.escape(split)
+    for pattern in (
+        rf"(?:.*-)?{quoted}{_SUFFIX}(?:-\d+-of-\d+)?{_PACKED}",
+        rf"{quoted}[-.]\d+-of-\d+(?:{_SUFFIX})?{_PACKED}",
+        rf"{quoted}[-_.]?[^.]*{_SUFFIX}{_PACKED}",
+    ):
+        if found := [name for name in names if re.fullmatch(pattern, name)]:
+            break
+    else:
+        found = [f"{split}/{name}" for name in _shards_below(data_dir, split)]
+    if not found:
+        raise DataError(nothing_found(data_dir, split))
+    if len(found) == 1 and files.is_dir(path := join(data_dir, found[0])):
+        raise DataError(f"{path} is a directory. To train on its files: --data_dir={quote(path)}")
+    numbered = [(name, match) for name in found if (match := _NUMBERED.search(name))]
+    if not numbered:
+        return [join(data_dir, name) for name in found]
+    sets = sorted({_NUMBERED.sub(rf"*-of-{match[2]}", name) for name, match in numbered})
+    if len(sets) > 1 or len(numbered) < len(found):
+        sets += [name for name in found if not _NUMBERED.search(name)]
+        raise DataError(
+            f"{data_dir} holds more than one set of {split!r} shards: {', '.join(sets)}. "
+            "Keep one set in the directory."
+        )
+    present = {int(match[1]): name for name, match in numbered}
+    sample, match = numbered[0]
+    total = int(match[2])
+    before, after, digits = sample[: match.start(1)], sample[match.end(1) :], len(match[1])
+    missing = {i: f"{before}{i:0{digits}d}{after}" for i in range(total) if i not in present}
+    if missing and not missing_too:
+        raise DataError(
+            f"{data_dir} has {len(present)} of the {total} shards of split {split!r}; "
+            f"{len(missing)} missing, the first is {min(missing.values())}. "
+            f"Copy what is missing, or prepare it again: {prepare_again(data_dir)}"
+        )
+    if len(present) != len(numbered) or max(present) >= total:
+        raise DataError(
+            f"{data_dir} has {len(numbered)} files for the {total} numbered shards of split "
+            f"{split!r}: keep exactly numbers 0 to {total - 1}."
+        )
+    return [join(data_dir, (present | missing)[i]) for i in range(total)]
 
 
 def shard_lengths_announced(data_dir: str, split: str) -> list[int] | None:
@@ -103,51 +141,6 @@ def _announced(data_dir: str) -> dict[str, list[int]]:
         }
     except (AttributeError, KeyError, TypeError, ValueError):
         return {}  # Another program's file. It is not needed for reading.
-
-
-def _shard_names(data_dir: str, split: str, missing_too: bool) -> list[str]:
-    names = sorted(_list(data_dir))
-    quoted = re.escape(split)
-    for pattern in (
-        rf"(?:.*-)?{quoted}{_SUFFIX}(?:-\d+-of-\d+)?{_PACKED}",
-        rf"{quoted}[-.]\d+-of-\d+(?:{_SUFFIX})?{_PACKED}",
-        rf"{quoted}[-_.]?[^.]*{_SUFFIX}{_PACKED}",
-    ):
-        if found := [name for name in names if re.fullmatch(pattern, name)]:
-            break
-    else:
-        found = [f"{split}/{name}" for name in _shards_below(data_dir, split)]
-    if not found:
-        raise DataError(nothing_found(data_dir, split))
-    if len(found) == 1 and files.is_dir(path := join(data_dir, found[0])):
-        raise DataError(f"{path} is a directory. To train on its files: --data_dir={quote(path)}")
-    numbered = [(name, match) for name in found if (match := _NUMBERED.search(name))]
-    if not numbered:
-        return found
-    sets = sorted({_NUMBERED.sub(rf"*-of-{match[2]}", name) for name, match in numbered})
-    if len(sets) > 1 or len(numbered) < len(found):
-        sets += [name for name in found if not _NUMBERED.search(name)]
-        raise DataError(
-            f"{data_dir} holds more than one set of {split!r} shards: {', '.join(sets)}. "
-            "Keep one set in the directory."
-        )
-    present = {int(match[1]): name for name, match in numbered}
-    sample, match = numbered[0]
-    total = int(match[2])
-    before, after, digits = sample[: match.start(1)], sample[match.end(1) :], len(match[1])
-    missing = {i: f"{before}{i:0{digits}d}{after}" for i in range(total) if i not in present}
-    if missing and not missing_too:
-        raise DataError(
-            f"{data_dir} has {len(present)} of the {total} shards of split {split!r}; "
-            f"{len(missing)} missing, the first is {min(missing.values())}. "
-            f"Copy what is missing, or prepare it again: {prepare_again(data_dir)}"
-        )
-    if len(present) != len(numbered) or max(present) >= total:
-        raise DataError(
-            f"{data_dir} has {len(numbered)} files for the {total} numbered shards of split "
-            f"{split!r}: keep exactly numbers 0 to {total - 1}."
-        )
-    return [(present | missing)[i] for i in range(total)]
 
 
 def nothing_found(data_dir: str, split: str) -> str:

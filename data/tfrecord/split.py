@@ -15,6 +15,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from data.system import files
 from data.system.files import DataError, join, num_bytes_of, open_file, parent, replace_file
 from data.tfrecord.crc import FRAME_BYTES, Int64s
 from data.tfrecord.framing import BadRecord, Damage, read_records, refuse_compressed, walk
-from data.tfrecord.shard_copies import ShardCopies
 from data.tfrecord.shard_names import (
     INDEX,
     name_of,
@@ -31,6 +31,9 @@ from data.tfrecord.shard_names import (
     shard_lengths_announced,
     shard_paths,
 )
+
+if TYPE_CHECKING:
+    from data.tfrecord.shard_copies import ShardCopies
 
 _INDEX_VERSION = 2
 
@@ -84,7 +87,7 @@ class Split:
     shards: tuple[Shard, ...]
     chunk_examples: int
     damages: tuple[Damage, ...] = ()
-    copies: ShardCopies | None = None
+    copies: "ShardCopies | None" = None
 
     @property
     def num_skipped(self) -> int:
@@ -131,10 +134,6 @@ def open_split(data_dir: str, split: str) -> Split:
 
     A saved index is used if it fits. Otherwise the record headers are read, about a million a
     second, and the index is saved if the directory can be written to.
-
-    Raises:
-        DataError: a shard is missing, unreadable, compressed, damaged, or not as its index or
-            dataset_info.json says.
     """
     data_dir = os.fspath(data_dir)
     paths = shard_paths(data_dir, split)
@@ -229,8 +228,7 @@ def _record_starts(
     path: str, end: int, data_dir: str, begin: int = 0, first_record: int = 0
 ) -> Int64s:
     try:
-        with open_file(path) as file:
-            return walk(file, path, begin, end, first_record)
+        return walk(path, begin, end, first_record)
     except BadRecord as error:
         refuse_compressed(path, data_dir)
         raise DataError(

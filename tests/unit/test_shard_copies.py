@@ -16,8 +16,8 @@ from data.reader import Reader
 from data.system import object_store
 from data.system.files import DataError
 from data.tfrecord import split as records
-from data.tfrecord.copied_split import complete_copies, with_copies
 from data.tfrecord.damage import examine
+from data.tfrecord.shard_copies import complete_copies, with_copies
 from tests.s3 import link, needs_s3, url
 from tests.unit.test_reader import NUM_LANES, make_reader, numbers, write_split
 from trainer.inputs import Inputs, data_errors_explained

@@ -18,7 +18,7 @@ from data.disk_reader import DiskReader
 from data.features import image_raw_parse
 from data.order import replica_lanes
 from data.tfrecord import split as records
-from data.tickets.cached import CachedTickets
+from data.tickets import CachedTickets
 from tests.unit.test_fixed_layout import images_of, reader_of
 from tests.unit.test_reader import (
     NUM_EXAMPLES,

@@ -3,7 +3,7 @@
 `data/prepare/catalog.py` lists the sources; the other files here are what several of them share.
 For arrays npz.py is an example, for rows csv.py. Each has `source(name, path, options)`, which
 returns a `Source`. It reads counts, names and types only. The examples are read while they are
-written, a few at a time. Wrong or damaged input is a DataError, which says what to do.
+written, a few at a time.
 """
 
 import gzip
@@ -92,11 +92,7 @@ class Options(NamedTuple):
 
 
 def test_fraction(options: Options) -> float:
-    """The part of the examples that becomes the test split.
-
-    Raises:
-        DataError: it is not between 0 and 1.
-    """
+    """The part of the examples that becomes the test split."""
     fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
     if not 0 < fraction < 1:
         raise DataError(

@@ -1,19 +1,20 @@
 """Columns of Arrow tables: what a record holds of each type, and what is refused.
 
-    column = ArrowColumn(Column("age", is_label=False, unit="row"), is_number=True)
-    column.add(array, "people.parquet", 0)          # each array; row 0 is its first
+    column = ArrowColumn("age", is_number=True, is_label=False, declared="", texts=())
+    column.add_array(array, "people.parquet", 0)    # each array; row 0 is its first
     column.finish(missing_of("drop"))               # a DataError names file and row
     values = column.convert(array)                  # for data.tfrecord.example_blocks
 
 docs/data.md has the rules. `columns.Column` decides about types and missing values, as for CSV.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from typing_extensions import override
 
 from data.numerals import CODE, DOUBLE, INTEGER, INTEGERS, LONG, LONGEST, NUMBER, TEXT
 from data.prepare.sources.columns import (
@@ -24,7 +25,6 @@ from data.prepare.sources.columns import (
     WRONG,
     Column,
     First,
-    Missing,
     whole,
 )
 from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
@@ -109,46 +109,47 @@ def _is_time(dtype: pa.DataType) -> bool:
     return pa.types.is_temporal(dtype) and not pa.types.is_interval(dtype)
 
 
-class ArrowColumn:
-    """A column of numbers, times or text."""
+class ArrowColumn(Column):
+    """A column of numbers or times, if `is_number`, otherwise of text."""
 
-    def __init__(self, column: Column, *, is_number: bool) -> None:
-        """Values that `column` counts: numbers or times if `is_number`, otherwise text."""
-        self.column, self.name, self._is_number = column, column.name, is_number
-        self._is_label, self._declared = column.is_label, column.declared
+    unit = "row"
+
+    def __init__(
+        self, name: str, *, is_number: bool, is_label: bool, declared: str, texts: Sequence[str]
+    ) -> None:
+        super().__init__(name, is_label=is_label, declared=declared, texts=texts)
+        self._is_number = is_number
         self._types: dict[pa.DataType, None] = {}
         self._text_bytes = self._num_rows = 0
-        self._missing = Missing(False)
-        self.kind = ""
 
-    def add(self, array: pa.Array, path: str, row: int) -> None:
+    def add_array(self, array: pa.Array, path: str, row: int) -> None:
         """Adds values; the first is in `row` of file `path`."""
         if not pa.types.is_null(dtype := array.type):
             self._types.setdefault(dtype.value_type if pa.types.is_dictionary(dtype) else dtype)
         self._num_rows += len(array)
         if self._is_number:
-            if self._declared == TEXT:
+            if self.declared == TEXT:
                 self._text_bytes += pc.sum(pc.binary_length(as_text(array))).as_py() or 0
             kinds = self._kinds_of_numbers(plain(array), path, row)
-        elif self._declared in (INTEGER, NUMBER):
+        elif self.declared in (INTEGER, NUMBER):
             for number, value in enumerate(map(_str, array.to_pylist()), row):
-                self.column.add(path, number, value)
+                self.add(path, number, value)
             return
         else:
             found = as_text(array)
             self._text_bytes += pc.sum(pc.binary_length(found)).as_py() or 0
-            empty = _is_empty(found) & self._is_label
+            empty = _is_empty(found) & self.is_label
             kinds = {EMPTY: empty, TEXT: ~empty}
         for kind, mask in kinds.items():
             if number := int(np.count_nonzero(mask)):
                 first = int(mask.argmax())
                 said = "" if kind == EMPTY else _str(array[first].as_py()) or "null"
-                self.column.count(kind, number, First(path, row + first, said, "row"))
+                self.count(kind, number, First(path, row + first, said, "row"))
 
     def _kinds_of_numbers(self, array: pa.Array, path: str, row: int) -> dict[str, Mask]:
         values, missing, beyond = numbers_of(array)
-        if self._declared == TEXT:
-            return {MISSING if not self._is_label else EMPTY: missing, TEXT: ~missing}
+        if self.declared == TEXT:
+            return {MISSING if not self.is_label else EMPTY: missing, TEXT: ~missing}
         present = ~(missing | beyond)
         kinds = {MISSING: missing, CODE: beyond}
         sizes = np.abs(values)
@@ -171,24 +172,19 @@ class ArrowColumn:
                 f"Replace it in the source, by null for example, for which --missing says what is "
                 f"done; or leave the column out, by --columns."
             )
-        if self._is_label or self._declared == INTEGER:
+        if self.is_label or self.declared == INTEGER:
             is_whole = (values == np.rint(values)) & (sizes < 2.0**63)
-            kind, other = (WHOLE, NUMBER) if not self._declared else (INTEGER, WRONG)
+            kind, other = (WHOLE, NUMBER) if not self.declared else (INTEGER, WRONG)
             return {**kinds, kind: present & is_whole, other: present & ~is_whole}
-        if values.dtype == np.float64 and not self._declared:
+        if values.dtype == np.float64 and not self.declared:
             return {**kinds, DOUBLE: present}
         with np.errstate(over="ignore"):
             changes = (sizes > _MOST_FLOAT32_INTEGER) & (values.astype(np.float32) != values)
         double = changes | ((sizes < _LEAST_FLOAT32) & (sizes > 0) & (values.dtype == np.float64))
         return {**kinds, NUMBER: present & ~double, DOUBLE: present & double}
 
-    def finish(self, missing: Missing) -> None:
-        """Finds the type, after all values were added. Raises DataError for a wrong value."""
-        self._missing = missing
-        self.column.finish(missing, self._kind_if_empty)
-        self.kind = self.column.kind
-
     @property
+    @override
     def _kind_if_empty(self) -> str:
         floats = {dtype for dtype in self._types if pa.types.is_floating(dtype)}
         decimals = filter(pa.types.is_decimal, self._types)
@@ -197,10 +193,9 @@ class ArrowColumn:
             return INTEGER if self._is_number else TEXT
         return NUMBER if reals <= {pa.float16(), pa.float32()} else DOUBLE
 
-    @property
-    def num_missing(self) -> int:
-        """The missing values, for a type that has them."""
-        return self.column.num_missing
+    def notes(self, path: str) -> Iterator[str]:
+        """What a user should know of the column."""
+        yield self.note()
 
     def lacks(self, array: pa.Array) -> Mask:
         """A mask, bool [n]: true where a value is missing."""
@@ -209,10 +204,6 @@ class ArrowColumn:
         if not self._is_number:
             return np.array([_str(v).lower() in MISSING_VALUES for v in array.to_pylist()], bool)
         return numbers_of(plain(array))[1]
-
-    def notes(self, path: str) -> Iterator[str]:
-        """What a user should know of the column."""
-        yield self.column.note()
 
     @property
     def node(self) -> Node:
@@ -226,7 +217,7 @@ class ArrowColumn:
         if self.kind != INTEGER:
             return "float64" if self.kind == DOUBLE else "float32"
         (dtype,) = {str(dtype) for dtype in self._types} if len(self._types) == 1 else {""}
-        is_same = dtype in _STORED and not (self.num_missing and self._missing.kind)
+        is_same = dtype in _STORED and not (self.num_missing and self.missing.kind)
         return dtype if is_same else "int64"
 
     @property
@@ -272,7 +263,7 @@ class ArrowColumn:
 
     def _values(self, array: pa.Array) -> Array:
         """Numbers, with the number of --missing in the place of missing ones."""
-        number = self._missing.number
+        number = self.missing.number
         if not self._is_number:
             found = [
                 number if value.lower() in MISSING_VALUES else value
@@ -283,7 +274,7 @@ class ArrowColumn:
             return np.array(list(map(float, found)), np.float64)
         values, missing, _ = numbers_of(plain(array))
         if number and missing.any():
-            if values.dtype != np.int64 or self._missing.kind not in INTEGERS:
+            if values.dtype != np.int64 or self.missing.kind not in INTEGERS:
                 values = values.astype(np.float64)
             values = np.where(missing, values.dtype.type(number), values)
         return values
@@ -334,12 +325,12 @@ def _is_empty(texts: pa.Array) -> Mask:
     return empty
 
 
-def texts_of(array: pa.Array, per_row: int = 1) -> Texts:
+def texts_of(array: pa.Array) -> Texts:
     """The bytes of large binary without nulls."""
     _, offsets, content = array.buffers()
     ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
     data = np.frombuffer(content or b"", np.uint8)[ends[0] : ends[-1]]
-    return Texts(data, np.diff(ends), per_row)
+    return Texts(data, np.diff(ends))
 
 
 def _str(value: object) -> str:

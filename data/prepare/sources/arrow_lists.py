@@ -26,7 +26,7 @@ from data.prepare.sources.arrow_columns import (
     plain,
     texts_of,
 )
-from data.prepare.sources.columns import First, Missing
+from data.prepare.sources.columns import First, Missing, has_padding
 from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import typed
 from data.system.files import DataError
@@ -54,7 +54,7 @@ class ArrowLists:
         self._text_bytes = self._num_rows = 0
         self._where = ""  # The first row.
 
-    def add(self, array: pa.Array, path: str, row: int) -> None:
+    def add_array(self, array: pa.Array, path: str, row: int) -> None:
         """Adds lists; the first is in `row` of file `path`."""
         is_missing = self.lacks(array)
         places = np.flatnonzero(~is_missing)
@@ -151,11 +151,7 @@ class ArrowLists:
                 "source, or leave the column out, by --columns."
             )
         if self._padding and not self._is_string:
-            raise DataError(
-                f"{self._padding.where}: column {self.name} has the item {PADDING}, with which "
-                "shorter lists are filled up. Replace it by another integer, or, if all are text, "
-                f"add {typed('text', self.name)}."
-            )
+            raise has_padding(self._padding, self.name, typed("text", self.name))
 
     def notes(self, path: str) -> Iterator[str]:
         """What a user should know of the column."""

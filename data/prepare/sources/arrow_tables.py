@@ -31,7 +31,6 @@ from data.prepare.sources.arrow_columns import (
 )
 from data.prepare.sources.arrow_lists import ArrowLists
 from data.prepare.sources.columns import (
-    Column,
     declared_types,
     label_classes,
     missing_note,
@@ -62,8 +61,6 @@ class Chunk(NamedTuple):
     Attributes:
         path: The file, for messages.
         first: The number of its first row in the file, from 0.
-        num_rows: The number of its rows.
-        schema: Names and types of its columns.
         read: Yields these columns of the rows in order, in batches of some MiB.
     """
 
@@ -153,7 +150,7 @@ def arrow_source(
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        classes[label.name], gaps = label_classes(path, label.column, values)
+        classes[label.name], gaps = label_classes(path, label, values)
         notes += gaps
     notes.append(_types_note(path, columns, classes))
     row_bytes = sum(len(key.encode()) + _FRAME_BYTES + c.num_bytes for key, c in columns.items())
@@ -177,7 +174,7 @@ def _read_all(
     with progress(f"{path}, types", sum(chunk.num_rows for chunk in chunks)) as report:
         for chunk, row, batch in _batches(chunks, [*columns, *filter(None, [split_column])]):
             for column, found in columns.items():
-                found.add(batch.column(column), chunk.path, row)
+                found.add_array(batch.column(column), chunk.path, row)
             if split_column is not None:
                 where = f"{chunk.path}: column {split_column}"
                 _add_splits(masks, as_text(batch.column(split_column)), where)
@@ -214,11 +211,7 @@ def _names(
     files: Mapping[str, str],
     options: Options,
 ) -> tuple[list[str], list[str]]:
-    """The columns that are read, in the order of the first chunk; and notes.
-
-    Raises:
-        DataError: the chunks have different columns, or an option names a column that is missing.
-    """
+    """The columns that are read, in the order of the first chunk; and notes."""
     headers: dict[str, list[str]] = {}
     first = next(part[0] for part in tables.values() if part)
     chosen = columns_in(options.columns)
@@ -301,14 +294,13 @@ def _columns(
                 "or leave it out: --columns has the columns that are taken."
             )
         if LISTS not in families:
-            column = Column(
+            columns[name] = ArrowColumn(
                 name,
+                is_number=NUMBER in families,
                 is_label=name == options.label,
                 declared=types.get(name, ""),
                 texts=texts,
-                unit="row",
             )
-            columns[name] = ArrowColumn(column, is_number=NUMBER in families)
         elif name == options.label or types.get(name, TEXT) != TEXT:
             flag = "label" if name == options.label else "integer or --float"
             raise DataError(

@@ -22,7 +22,9 @@ from data.prepare.sources import Options, Source, SourceSplit, test_fraction
 from data.prepare.sources.examples import Classes, feature_files, tensor
 from data.split_mix import finalized
 from data.system.files import DataError
-from data.tfrecord.examples import example_bytes
+from data.tfrecord import example_blocks
+from data.tfrecord.crc import Int64s
+from data.tfrecord.example_blocks import fixed
 
 FILE_NAME = "clicks.json"
 EXAMPLES = 100_000
@@ -43,7 +45,6 @@ _PAIRS = ((0, 13), (5, 8), (7, 24), (16, 19))
 _BLOCK = 4096
 
 _Floats = npt.NDArray[np.float64]
-_Ints = npt.NDArray[np.int64]
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -99,16 +100,11 @@ class Clicks:
         """The records of examples begin + first to begin + last - 1."""
         for low, high in _blocks(begin + first, begin + last):
             dense, ids, probabilities, draws = self._examples(low, high)
-            dense_bytes, id_bytes = dense.astype("<f4"), ids.astype("<i4")
-            clicked = draws < probabilities
-            for row in range(high - low):
-                yield example_bytes(
-                    {
-                        "numbers": dense_bytes[row].tobytes(),
-                        "categorical": id_bytes[row].tobytes(),
-                        "click": int(clicked[row]),
-                    }
-                )
+            numbers, categorical = fixed(dense.astype("<f4")), fixed(ids.astype("<i4"))
+            clicked = (draws < probabilities).astype(np.int64)
+            yield from example_blocks.records(
+                {"numbers": numbers, "categorical": categorical, "click": clicked}
+            )
 
     def best_auc(self, begin: int, count: int) -> float:
         """The AUC of the true probabilities of `count` examples."""
@@ -117,7 +113,7 @@ class Clicks:
         clicked = np.concatenate([part[1] < part[0] for part in parts])
         return auc(probabilities, clicked)
 
-    def _examples(self, low: int, high: int) -> tuple[_Floats, _Ints, _Floats, _Floats]:
+    def _examples(self, low: int, high: int) -> tuple[_Floats, Int64s, _Floats, _Floats]:
         """Examples low to high - 1, of one block: numbers, ids, probabilities and draws."""
         block, columns = low // _BLOCK, len(CARDINALITIES)
         # Raw bits: NumPy may change its distributions, but not these.
@@ -138,7 +134,7 @@ class Clicks:
             logits += 0.5 * effects[:, left] * effects[:, right]
         return dense, ids, 1 / (1 + np.exp(-logits)), draws[:, 0]
 
-    def _effects(self, ids: _Ints, salt: int = 0) -> _Floats:
+    def _effects(self, ids: Int64s, salt: int = 0) -> _Floats:
         """A number for each id of each column: uniform, with mean 0 and variance 1."""
         columns = np.arange(ids.shape[1], dtype=np.uint64)
         start = np.uint64((self._seed * 2 + salt) & (2**32 - 1)) << np.uint64(32)
@@ -163,7 +159,7 @@ def auc(scores: _Floats, is_positive: npt.NDArray[np.bool_]) -> float:
     return float(found / (positives * negatives))
 
 
-def _zipf(uniform: _Floats, sizes: _Floats) -> _Ints:
+def _zipf(uniform: _Floats, sizes: _Floats) -> Int64s:
     """Ids from 0 to size - 1 of each column, by the inverse of the continuous distribution."""
     power = 1 - _EXPONENT
     ranks = (1 + uniform * ((sizes + 1) ** power - 1)) ** (1 / power)

@@ -70,20 +70,17 @@ class Missing(NamedTuple):
 class Column:
     """Counts the values of a column by kind, keeps the first of each, and finds the type."""
 
+    unit = "line"  # What `First.line` counts.
+
     def __init__(
-        self,
-        name: str,
-        *,
-        is_label: bool,
-        declared: str = "",
-        texts: Sequence[str] = (),
-        unit: str = "line",
+        self, name: str, *, is_label: bool, declared: str = "", texts: Sequence[str] = ()
     ) -> None:
         """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: columns of --text."""
-        self.name, self.is_label, self.declared, self._unit = name, is_label, declared, unit
+        self.name, self.is_label, self.declared = name, is_label, declared
         self.as_text = typed("text", *texts, name)  # The flag that makes it text.
         self._first: dict[str, First] = {}
         self._counts: collections.Counter[str] = collections.Counter()
+        self.missing = Missing(False)
         self.kind = ""  # INTEGER, NUMBER, DOUBLE or TEXT, after `finish`.
 
     def add(self, path: str, line: int, value: str) -> None:
@@ -103,22 +100,18 @@ class Column:
         if kind in self._counts:
             self._counts[kind] += 1
         else:
-            self.count(kind, 1, First(path, line, value, self._unit))
+            self.count(kind, 1, First(path, line, value, self.unit))
 
     def count(self, kind: str, number: int, first: First) -> None:
         """Adds `number` values of a kind; `first` is the first of them."""
         self._counts[kind] += number
         self._first.setdefault(kind, first)
 
-    def finish(self, missing: Missing, if_empty: str = TEXT) -> None:
-        """Finds the kind, after all values were added; `if_empty` if all values are missing.
+    def finish(self, missing: Missing) -> None:
+        """Finds the kind, after all values were added. Raises DataError for a wrong value."""
+        self.missing, self.kind = missing, self._found_kind(missing)
 
-        Raises:
-            DataError: a value is not of the type of the column, or `missing` must be given.
-        """
-        self.kind = self._found_kind(missing, if_empty)
-
-    def _found_kind(self, missing: Missing, if_empty: str) -> str:
+    def _found_kind(self, missing: Missing) -> str:
         first, counts = self._first, self._counts
         if self.is_label and EMPTY in first and not missing.drops:
             where = first[EMPTY].where
@@ -149,7 +142,7 @@ class Column:
                 f"from {LEAST_FLOAT64:.2g} to {MOST_FLOAT64:.2g}, or 0. Write them so, or, if they "
                 f"are text, add {self.as_text}."
             )
-        kinds = {*numbers, self.declared} - {""} or {if_empty}
+        kinds = {*numbers, self.declared} - {""} or {self._kind_if_empty}
         if TEXT in kinds or (not self.declared and first.keys() & {TEXT, CODE}):
             return TEXT
         if self._num_missing:
@@ -167,6 +160,11 @@ class Column:
                 )
             return TEXT
         return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
+
+    @property
+    def _kind_if_empty(self) -> str:
+        """The kind if all values are missing."""
+        return TEXT
 
     def _check_missing(self, missing: Missing) -> None:
         """Raises DataError if `missing` does not say what becomes of missing values."""
@@ -284,11 +282,7 @@ class Lists:
                 f"{self._as_text}."
             )
         if self._has_integers and str(PADDING) in first:
-            raise DataError(
-                f"{first[str(PADDING)].where}: column {self.name} has the item {PADDING}, with "
-                "which shorter lists are filled up. Replace it by another integer, or, if all are "
-                f"text, add {self._as_text}."
-            )
+            raise has_padding(first[str(PADDING)], self.name, self._as_text)
 
     def notes(self, path: str) -> Iterator[str]:
         """What a user should know of the column."""
@@ -328,6 +322,14 @@ class Lists:
         return [*map(str.encode, items), *[b""] * missing]
 
 
+def has_padding(first: First, name: str, as_text: str) -> DataError:
+    """The error for a column of lists that are filled up, and have the value of that already."""
+    return DataError(
+        f"{first.where}: column {name} has the item {PADDING}, with which shorter lists are filled "
+        f"up. Replace it by another integer, or, if all are text, add {as_text}."
+    )
+
+
 def missing_of(option: str | None) -> Missing:
     """Returns the meaning of --missing. Raises DataError if it has none."""
     if option is None or option == DROP:
@@ -345,11 +347,7 @@ def missing_of(option: str | None) -> Missing:
 def declared_types(
     path: str, options: Options, names: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The types that --text, --integer and --float declare, and the columns of --lists.
-
-    Raises:
-        DataError: there is no such column, or two options contradict each other.
-    """
+    """The types that --text, --integer and --float declare, and the columns of --lists."""
     types: dict[str, str] = {}
     option_of: dict[str, str] = {}
     for option, kind in (("text", TEXT), ("integer", INTEGER), ("float", NUMBER), ("lists", "")):

@@ -2,12 +2,8 @@
 
     SOURCE.csv, or SOURCE/train.csv and SOURCE/test.csv; also .tsv, and with .gz
 
-`csv_files` finds the encoding and the separator. All lines are read to find the type of each
-column: integers (int64), numbers (float32; or float64, if float32 would change the whole part of
-one, or if one is below its normal range) or text. `data.numerals` says what a number is. A column
-that mixes numbers and text is text; in the label such values are names. `text`, `integer` and
-`float` name columns whose type is declared. `missing` decides about missing values; in text an
-empty value is a value. The files are read twice, line by line.
+`csv_files` finds the encoding and the separator, and `columns` the type of each column, from all of
+its values: docs/data.md has the rules. The files are read twice, line by line.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
 -1, or with empty text if the items of the column are text.
@@ -16,7 +12,7 @@ A column of `lists` becomes a tensor as long as its longest list. Shorter lists 
 import functools
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from data.numerals import DOUBLE, INTEGER, NUMBER, TEXT
@@ -102,14 +98,13 @@ def source(name: str, path: str, options: Options) -> Source:
     notes += [_without_name(path, layout, columns, column) for column in sorted(unnamed)]
     for found in columns.values():
         found.finish(missing)
-    kinds = {column: found.kind for column, found in columns.items()}
     num_missing = {name: found.num_missing for name, found in columns.items() if found.num_missing}
     rows_of = {
         split: functools.partial(
             _complete_rows,
             file,
             layouts[split],
-            {column: kinds[column] for column in num_missing if kinds[column] != TEXT},
+            [column for column in num_missing if columns[column].kind != TEXT],
             label if label in num_missing else None,
             missing,
         )
@@ -135,17 +130,15 @@ def source(name: str, path: str, options: Options) -> Source:
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        values = map(_integer, label_values) if kinds[label] == INTEGER else label_values
-        classes[label], gaps = label_classes(path, columns[label], values)
+        found = columns[label]
+        values = map(_integer, label_values) if found.kind == INTEGER else label_values
+        classes[label], gaps = label_classes(path, found, values)
         notes += gaps
-    converters: dict[str, Callable[[str], Value]] = {
-        column: lists[column].convert if column in lists else _CONVERTERS[kinds[column]]
-        for column in names
-        if column in lists or column in columns
-    }
-    for column in kinds.keys() & {label or "", *types}:
-        if kinds[column] == INTEGER:
-            converters[column] = _integer
+    converters: dict[str, Callable[[str], Value]]
+    converters = {column: each.convert for column, each in lists.items()}
+    for column, found in columns.items():
+        is_exact = found.kind == INTEGER and (found.is_label or found.declared)
+        converters[column] = _integer if is_exact else _CONVERTERS[found.kind]
     tables = {}
     for split, file in files.items():
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
@@ -153,7 +146,7 @@ def source(name: str, path: str, options: Options) -> Source:
         row_bytes += sum(each.length * each.item_bytes for each in lists.values())
         converted = functools.partial(_converted, rows_of[split], converters)
         tables[split] = Table(counts[split], row_bytes, functools.partial(encoded, converted))
-    nodes = {column: _NODES[kinds[column]] for column in columns}
+    nodes = {column: _NODES[found.kind] for column, found in columns.items()}
     nodes |= {column: each.node for column, each in lists.items()}
     source = table_source(name, tables, nodes, classes, options)
     return source._replace(notes=[*filter(None, notes)])
@@ -177,14 +170,14 @@ def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: s
 
 
 def _complete_rows(
-    path: str, layout: Layout, kinds: Mapping[str, str], label: str | None, missing: Missing
+    path: str, layout: Layout, numbers: Sequence[str], label: str | None, missing: Missing
 ) -> Iterator[dict[str, str]]:
     """The rows without a missing value, or with the number in place of each.
 
-    `kinds`: the columns of numbers with missing values; `label`: if it has missing values.
+    `numbers`: the columns of numbers with missing values; `label`: if it has missing values.
     """
     for _, row in lines(path, layout):
-        lacking = [column for column in kinds if row[column].lower() in MISSING_VALUES]
+        lacking = [column for column in numbers if row[column].lower() in MISSING_VALUES]
         if missing.drops and (lacking or (label is not None and not row[label])):
             continue
         row.update(dict.fromkeys(lacking, missing.number))

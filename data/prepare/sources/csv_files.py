@@ -3,9 +3,7 @@
     layout = layout_of("people.csv", Options())
     for line, row in lines("people.csv", layout): ...       # row: {"age": "37", ...}
 
-Values are separated by commas, semicolons or tabs, whichever divide the first line into the most
-values. If none of them does, or not the other lines, it may be "|" or spaces that divide each of
-the first lines into equally many values.
+docs/data.md says how the separator is found.
 """
 
 import codecs
@@ -53,7 +51,6 @@ class Layout(NamedTuple):
         columns: Their names; `column_0`, ... for columns without a name.
         unnamed: The columns without a name; the last column, if the file has no names.
         separator: The character between values. Several spaces count as one.
-        encoding: The encoding of the text.
         num_skipped: Lines before the values, or before the names: 1 if the first is `sep=;`.
         has_header: True if the first line of the others has the names.
         note: What a user should know about the separator.
@@ -69,27 +66,23 @@ class Layout(NamedTuple):
 
 
 def layout_of(path: str, options: Options) -> Layout:
-    """Finds the layout of a file from its first lines, as far as the options do not say it.
-
-    Raises:
-        DataError: the file is no text, or in another encoding, or has no line of names.
-    """
+    """Finds the layout of a file from its first lines, as far as the options do not say it."""
     encoding, separator = _encoding(path, options.encoding), _separator_of(options.delimiter)
-    layout = Layout((), (), separator, encoding, 0, options.header is not False)
+    num_skipped, note = 0, ""
     try:
-        with _open(path, layout.encoding) as file:
+        with _open(path, encoding) as file:
             first = list(itertools.islice(file, _FIRST_LINES))
         if first and (sep := _SEP_LINE.fullmatch(first[0].rstrip("\r\n"))):
-            layout = layout._replace(num_skipped=1, separator=separator or sep[1])
-        if not layout.separator:
-            found = _deduced_separator(first, has_lists=options.lists is not None)
-            layout = layout._replace(separator=found)
-            if found in _RARER:
-                name = "spaces" if found == " " else repr(found)
+            num_skipped, separator = 1, separator or sep[1]
+        if not separator:
+            separator = _deduced_separator(first, has_lists=options.lists is not None)
+            if separator in _RARER:
+                name = "spaces" if separator == " " else repr(separator)
                 note = f"{path}: {name} separate the values. If they do not, add --delimiter=,"
-                layout = layout._replace(note=note)
     except (*_DAMAGE, UnicodeError) as error:
         raise _unreadable(path, 0, encoding, error) from None
+    has_header = options.header is not False
+    layout = Layout((), (), separator, encoding, num_skipped, has_header, note)
     _, values = next(_raw_lines(path, layout), (0, []))
     stripped = [value.strip() for value in values]
     return _with_columns(path, layout, stripped, is_sure=options.header is not None)

@@ -81,11 +81,7 @@ class _RowFile:
 
 
 def source(name: str, target: str, options: Options) -> Source:
-    """The columns that function `target`, FILE.py:FUNCTION, returns, as features.
-
-    Raises:
-        DataError: there is no such function, or it fails, or returns something else than rows.
-    """
+    """The columns that function `target`, FILE.py:FUNCTION, returns, as features."""
     import_extra("pyarrow", "parquet", f"The data set python:{name}")
     from data.prepare.sources.arrow_tables import Chunk, arrow_source
 

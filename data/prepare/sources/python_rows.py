@@ -38,11 +38,7 @@ _BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
 
 
 def batches(found: object, where: str) -> Iterator[pa.RecordBatch]:
-    """The rows of one split. `where`: the function and the split, for messages.
-
-    Raises:
-        DataError: it is no such container, or a row cannot be a row of a table.
-    """
+    """The rows of one split. `where`: the function and the split, for messages."""
     tf, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
     if isinstance(found, np.ndarray) and found.dtype.names:
         tables: Iterable[Row] = [{name: found[name] for name in found.dtype.names}]

@@ -21,7 +21,11 @@ def source(name: str, path: str, options: Options) -> Source:
     dataset_info.json says that they had records.
     """
     data_set, splits = name_in(path, options=options), {}
-    for split, shards in _shards(path, options).items():
+    if options.splits:
+        files_of = paths_by_pattern(path, options.splits)
+    else:
+        files_of = {split: names.shard_paths(path, split) for split in names.splits_in(path)}
+    for split, shards in files_of.items():
         counts, num_bytes = [], 0
         announced = None if options.splits else names.shard_lengths_announced(path, split)
         for shard in shards:
@@ -37,14 +41,6 @@ def source(name: str, path: str, options: Options) -> Source:
             )
         splits[split] = SourceSplit(sum(counts), num_bytes, copied(shards, counts))
     return Source(data_set, splits, metadata_files(path))
-
-
-def _shards(directory: str, options: Options) -> dict[str, list[str]]:
-    """The files of each split."""
-    if not options.splits:
-        splits = names.splits_in(directory)
-        return {split: names.shard_paths(directory, split) for split in splits}
-    return paths_by_pattern(directory, options.splits)
 
 
 def paths_by_pattern(directory: str, splits: str) -> dict[str, list[str]]:

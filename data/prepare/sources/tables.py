@@ -35,15 +35,12 @@ ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 class Table(NamedTuple):
     """Rows with named columns, each of which becomes an example.
 
-    Attributes:
-        num_rows: The number of rows.
-        row_bytes: An estimate of the size of an example.
-        examples: `examples(mask, labels)` returns the `examples` of a SourceSplit that has the rows
-            for which `mask` is 1, with the classes of the columns that are `labels`.
+    `examples(mask, labels)` returns the `examples` of a SourceSplit that has the rows for which
+    `mask` is 1, with the classes of the columns that are `labels`.
     """
 
     num_rows: int
-    row_bytes: int
+    row_bytes: int  # An estimate of the size of an example.
     examples: Callable[[bytes, Mapping[str, Classes]], Examples]
 
 
@@ -157,11 +154,7 @@ def no_column(path: str, flag: str, name: str, columns: Collection[str]) -> Data
 def common_columns(
     path: str, splits: Mapping[str, ColumnsT], files: Mapping[str, str], options: Options
 ) -> ColumnsT:
-    """The columns, which must be the same in all splits. `files`: of the splits, for messages.
-
-    Raises:
-        DataError: the splits have different columns, or no column is the label of the options.
-    """
+    """The columns, which must be the same in all splits. `files`: of the splits, for messages."""
     (first, columns), *others = splits.items()
     for split, found in others:
         if found != columns:

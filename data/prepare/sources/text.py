@@ -64,7 +64,12 @@ def source(name: str, path: str, options: Options) -> Source:
             for split, found in directories.items()
         }
     else:
-        splits = _divided(_files(path), options)
+        fraction = test_fraction(options)
+        splits = {"train": [], "test": []}
+        for file, size in _files(path):
+            cut = size - int(size * fraction)
+            splits["train"].append(_Document(file, 0, cut))
+            splits["test"].append(_Document(file, cut, size))
     sizes = {split: sum(item.size for item in documents) for split, documents in splits.items()}
     smallest = min(sizes.values())
     shorter = f", or --length={max(1, smallest // 10)}" if smallest > 1 else ""
@@ -94,16 +99,6 @@ def _files(path: str) -> list[tuple[str, int]]:
     if not found:
         raise DataError(f"{path} has no files: give a text file, or a directory of text files.")
     return [(file, os.path.getsize(file)) for file in sorted(found)]
-
-
-def _divided(files: Sequence[tuple[str, int]], options: Options) -> dict[str, list[_Document]]:
-    fraction = test_fraction(options)
-    splits: dict[str, list[_Document]] = {"train": [], "test": []}
-    for file, size in files:
-        cut = size - int(size * fraction)
-        splits["train"].append(_Document(file, 0, cut))
-        splits["test"].append(_Document(file, cut, size))
-    return splits
 
 
 def _examples(
