@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
 from strategies.base import value_of
-from trainer.embeddings.base import IDS, Graph, Ids, Index, Table, values_of_parts
+from trainer.embeddings.base import IDS, Graph, Ids, Index, Table
 from trainer.embeddings.dynamic_part import NUM_VALUES, Counts, DynamicPart
 
 if TYPE_CHECKING:
@@ -52,9 +52,8 @@ class DynamicTable(Table):
     """
 
     def __init__(self, parts: Sequence[DynamicPart], layer: "ShardedEmbedding") -> None:
-        self.dynamic_parts = list(parts)
+        self.dynamic_parts = self._parts = list(parts)
         self.parts = [part.rows for part in parts]
-        self.part_variables = parts[0].variables
         self.layer = layer
         self.shape = (None, layer.width)
         self.path = self.name = f"{layer.path}/embeddings"
@@ -80,15 +79,6 @@ class DynamicTable(Table):
     def _set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
         for part in self.dynamic_parts:
             part.set_index(ids, use)
-
-    @override
-    def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        return values_of_parts(ids, ids, [part.values_of for part in self.dynamic_parts])
-
-    @override
-    def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-        for part in self.dynamic_parts:
-            part.set_values(ids, values)
 
     @property
     def slot_names(self) -> list[str]:
@@ -134,11 +124,16 @@ class DynamicTable(Table):
                 )
         self._set_index_in_graph(tf.constant(index["ids"]), tf.constant(use))
 
-    def numpy(self) -> dict[str, npt.NDArray[np.generic]]:
+    def numpy(self) -> Values:
         """All ids and their rows, sorted by id, as in `Values`."""
         index = self.index()
         values = self.values_of(self.ids(index))
         return {**index, **{name: value_of(value) for name, value in values.items()}}
+
+    def ids_and_rows(self) -> tuple[Ids, npt.NDArray[np.generic]]:
+        """The ids that have rows, sorted, and these rows."""
+        ids = self.ids(self.index())
+        return ids, value_of(self.values_of(ids)["rows"])
 
     def counts(self) -> Counts:
         """The sums of all parts."""

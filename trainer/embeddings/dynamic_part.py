@@ -43,13 +43,6 @@ class Counts(NamedTuple):
     evicted: int  # Ids that lost their row.
 
 
-class _Index(NamedTuple):
-    """The resources of a part."""
-
-    ids: tf.Tensor  # The hash table.
-    locks: list[tf.Tensor]
-
-
 class DynamicPart:
     """The ids of a table of which id mod P is `index`.
 
@@ -79,7 +72,12 @@ class DynamicPart:
             self.counts = tf.Variable(
                 tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
             )
-        self._index_of_ids = _index_on(self.rows.device)
+        name = f"ids-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
+        with tf.device(self.rows.device):
+            self._hash_table = tf.raw_ops.MutableHashTableOfTensorsV2(
+                key_dtype=tf.int64, value_dtype=tf.int64, value_shape=[NUM_VALUES], shared_name=name
+            )
+            self._locks = locks.make_locks(name)
 
     @property
     def keeps_last(self) -> bool:
@@ -129,7 +127,7 @@ class DynamicPart:
 
     def take_lock(self, waited_for: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Takes the lock of updates when `waited_for` are computed."""
-        return locks.take(self._index_of_ids.locks, waited_for)
+        return locks.take(self._locks, waited_for)
 
     def places(self, ids: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The places of different `ids`, int64 [n], -1 without a row, after one more sighting.
@@ -202,14 +200,11 @@ class DynamicPart:
             self.counts.assign(tf.stack([number, 0, 0]))
 
     def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-        """Sets the rows and slots of those of `ids`, which have rows, that belong to this part."""
-        mine = tf.equal(ids % self._num_parts, self._index)
-        ids = tf.boolean_mask(ids, mine)
-        of_mine = {name: tf.boolean_mask(value, mine) for name, value in values.items()}
+        """Sets the rows and slots of `ids` of this part, which have rows."""
         with tf.device(self.rows.device):
             place, _, _ = self._find(ids)
             for name, variable in self.variables.items():
-                _scattered(variable, place, tf.identity(of_mine[name]))
+                _scattered(variable, place, tf.identity(values[name]))
 
     def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
@@ -244,7 +239,7 @@ class DynamicPart:
 
     def _find(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         found = tf.raw_ops.LookupTableFindV2(
-            table_handle=self._index_of_ids.ids,
+            table_handle=self._hash_table,
             keys=ids,
             default_value=tf.constant(_UNKNOWN, tf.int64),
         )
@@ -256,26 +251,17 @@ class DynamicPart:
     def _exported(self) -> tuple[tf.Tensor, tf.Tensor]:
         """All ids, int64 [m], and their values, int64 [m, 3]."""
         ids, values = tf.raw_ops.LookupTableExportV2(
-            table_handle=self._index_of_ids.ids, Tkeys=tf.int64, Tvalues=tf.int64
+            table_handle=self._hash_table, Tkeys=tf.int64, Tvalues=tf.int64
         )
         return tf.ensure_shape(ids, [None]), tf.ensure_shape(values, [None, NUM_VALUES])
 
     def _insert(self, ids: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
         return tf.raw_ops.LookupTableInsertV2(
-            table_handle=self._index_of_ids.ids, keys=ids, values=values
+            table_handle=self._hash_table, keys=ids, values=values
         )
 
     def _remove(self, ids: tf.Tensor) -> None:
-        tf.raw_ops.LookupTableRemoveV2(table_handle=self._index_of_ids.ids, keys=ids)
-
-
-def _index_on(device: str) -> _Index:
-    name = f"ids-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
-    with tf.device(device):
-        ids = tf.raw_ops.MutableHashTableOfTensorsV2(
-            key_dtype=tf.int64, value_dtype=tf.int64, value_shape=[NUM_VALUES], shared_name=name
-        )
-        return _Index(ids, locks.make_locks(name))
+        tf.raw_ops.LookupTableRemoveV2(table_handle=self._hash_table, keys=ids)
 
 
 def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
