@@ -47,10 +47,9 @@ from trainer.learner.objective import Objective
 from trainer.learner.update import Update
 from trainer.learner.variables import ModelVariables
 from trainer.step.gradients import Gradient
-from trainer.step.keras_losses import KerasLoss
+from trainer.step.keras_losses import KerasLoss, ModelLoss
 from trainer.step.keras_metrics import KerasMetrics, without_padding
 from trainer.step.losses import PerExample
-from trainer.step.model_loss import ModelLoss
 from trainer.step.optimizers import check_optimizer
 from trainer.step.options import Options
 from trainer.step.random_layers import bind, drawing

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 import keras
 
 from data.system.compat.keras_layers import maker_of
-from trainer.step.keras_losses import KerasLoss
-from trainer.step.model_loss import ModelLoss, overrides
+from trainer.step.keras_losses import KerasLoss, ModelLoss, overrides
 
 if TYPE_CHECKING:
     from strategies.base import Batch
