@@ -64,8 +64,11 @@ class DynamicTable(Table):
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
         parts = self.dynamic_parts
 
+        self._graphs: list[Graph] = []
+
         def graph(function: Callable[..., object], *specs: tf.TensorSpec) -> Graph:
-            return tf.function(no_autograph(function), input_signature=specs)
+            self._graphs.append(tf.function(no_autograph(function), input_signature=specs))
+            return self._graphs[-1]
 
         self._last_steps_in_graph = graph(lambda: _joined(part.last_steps() for part in parts))
         self._index_in_graph = graph(lambda: _joined(part.index() for part in parts))
@@ -143,12 +146,7 @@ class DynamicTable(Table):
     @override
     def make_graphs(self) -> None:
         super().make_graphs()
-        for graph in (
-            self._last_steps_in_graph,
-            self._evict_in_graph,
-            self._index_in_graph,
-            self._set_index_in_graph,
-        ):
+        for graph in self._graphs:
             graph.get_concrete_function()
 
     def evict(self, step: int) -> None:
