@@ -217,7 +217,7 @@ def record_end(
     if skips := executor.position.skipped:
         result |= {"nan_recoveries": len(skips), "examples_skipped": sum(skips)}
     result |= {name: dict(by_worker) for name, by_worker in executor.worker_stats().items()}
-    if failure := write_result(spec, result):
+    if spec.is_chief and (failure := RunFiles(spec.model_dir).write_result(result)):
         failures.append(failure)
         exit_code = EXIT_RESTART
     if console:
@@ -229,8 +229,3 @@ def record_end(
         log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)
     # Only the chief writes, so only the chief can fail to; the other tasks end like the chief.
     return executor.gathered(exit_code)[0]
-
-
-def write_result(spec: TaskSpec, result: Document) -> str:
-    """Writes result.json if this task is the chief; returns why that failed, or ""."""
-    return RunFiles(spec.model_dir).write_result(result) if spec.is_chief else ""

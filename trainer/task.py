@@ -135,7 +135,9 @@ def _supervised(
         log.error("%s", _what_a_restart_does(spec))
         recorder.close_stalled()
         # Without the step: it is on devices that may not answer.
-        reporting.write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
+        result = {"step": None, "exit_code": EXIT_RESTART, "why": message}
+        if spec.is_chief:
+            RunFiles(spec.model_dir).write_result(result)
         os._exit(EXIT_RESTART)
 
     peers = executor.peers
@@ -195,9 +197,7 @@ def _what_a_restart_does(spec: TaskSpec) -> str:
 def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
     executor, recovery = parts.executor, parts.executor.recovery
     files = RunFiles(spec.model_dir)
-    saved = restore_newest(
-        spec.model_dir, executor, parts.checkpointer, parts.learner, is_chief=spec.is_chief
-    )
+    saved = restore_newest(parts, is_chief=spec.is_chief)
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
