@@ -1,6 +1,6 @@
 """The checkpoint that a run resumes from, the same in all tasks: at its start, and after a NaN.
 
-    saved = restore_newest(parts, is_chief=True)
+    saved = restore_newest(parts)
     step = train_recovering(executor, learner, checkpointer, hooks, order, config)
 
 After a NaN, training goes back to the newest complete checkpoint, and skips all examples that were
@@ -36,20 +36,21 @@ from trainer.run_files import RunFiles, progress_of
 log = logging.getLogger(__name__)
 
 
-def restore_newest(parts: Parts, *, is_chief: bool) -> Saved | None:
+def restore_newest(parts: Parts) -> Saved | None:
     """Restores the newest step at the start of a run, also one that a dead chief left on servers.
 
     Raises ModelDirError, DiskError: as restore_together; or the directory cannot be written, or is
     not the same for all tasks.
     """
-    files, executor = RunFiles(parts.model_dir), parts.executor
-    _check_is_shared(parts.model_dir, executor, is_chief=is_chief)
+    model_dir, executor, is_chief = parts.spec.model_dir, parts.executor, parts.spec.is_chief
+    files = RunFiles(model_dir)
+    _check_is_shared(model_dir, executor, is_chief=is_chief)
     # Without it this is another run: whoever has deleted the directory wants to begin anew.
     if executor.recovery and exists(files.config):
         save_left_step(executor.recovery, parts.learner, parts.checkpointer)
     saved = restore_together(executor, parts.checkpointer, parts.learner)
     if is_chief:
-        with disk_errors_explained(parts.model_dir):
+        with disk_errors_explained(model_dir):
             remove_tree(parts.checkpointer.staging)
         if not saved:
             _warn_if_begun_before(files)
