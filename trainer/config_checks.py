@@ -80,7 +80,7 @@ def _check_field(name: str, declared: Mapping[str, Any], default: object, value:
         raise must_be(words, name, value, 1.0 if is_valid(1.0) else 0.1)
     if declared.get("is_pattern"):
         try:
-            re.compile(value)
+            re.compile(str(value))
         except re.error as error:
             needed = f"a regular expression ({error})"
             raise must_be(needed, name, value, "'kernel|bias'") from error

@@ -52,7 +52,8 @@ class DynamicTable(Table):
     """
 
     def __init__(self, parts: Sequence[DynamicPart], layer: "ShardedEmbedding") -> None:
-        self.dynamic_parts = self._parts = list(parts)
+        self.dynamic_parts = list(parts)
+        self._parts = self.dynamic_parts
         self.parts = [part.rows for part in parts]
         self.layer = layer
         self.shape = (None, layer.width)
