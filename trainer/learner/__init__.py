@@ -28,7 +28,7 @@ B is the number of examples of a replica's part of a batch.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
@@ -270,14 +270,12 @@ class Learner:
         """The variables that layers change in training, each replica its own copy."""
         return self._variables.layer_state
 
-    @contextlib.contextmanager
-    def keeping_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
+    def keeping_state(self) -> contextlib.AbstractContextManager[Mapping[int, tf.Tensor]]:
         """Inside, `gradients_at` changes no variable.
 
         The mapping gets what they would be, by the index in `gradient_inputs`.
         """
-        with self._differentiation.keeping_state() as new:
-            yield new
+        return self._differentiation.keeping_state()
 
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:
