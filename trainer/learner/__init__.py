@@ -149,13 +149,7 @@ class Learner:
                 options.local_steps, self.variables, others, options.last_step
             )
         self._differentiation = Differentiation(
-            variables,
-            self.objective,
-            self.loss_scale,
-            self.forward,
-            self.measure,
-            needs_seeds=self.needs_seeds,
-            micro_batches=options.micro_batches,
+            self, variables, micro_batches=options.micro_batches
         )
         if options.jit_compile:
             self.compile_with_xla()
