@@ -20,7 +20,7 @@ from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
 from trainer.embeddings.initial import initial_rows
-from trainer.embeddings.optimizers import Slots, after, capacity, gather_rows
+from trainer.embeddings.optimizers import Slots, after, capacity, gather_rows, scatter_rows
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
@@ -151,7 +151,7 @@ class DynamicPart:
         for name, values in initial.items():
             variable = self.variables[name]
             with tf.control_dependencies([_grown(variable, first + num_new)]):
-                written.append(_scattered(variable, new_places, values))
+                written.append(scatter_rows(variable, new_places, values))
         # The ids come last: a worker that finds an id finds its row, too.
         with after(*written):
             more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
@@ -204,7 +204,7 @@ class DynamicPart:
         with tf.device(self.rows.device):
             place, _, _ = self._find(ids)
             for name, variable in self.variables.items():
-                _scattered(variable, place, tf.identity(values[name]))
+                scatter_rows(variable, place, tf.identity(values[name]))
 
     def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
@@ -228,7 +228,7 @@ class DynamicPart:
             gaps = tf.where(tf.equal(is_used, 0))[:, 0]
             moved = tf.boolean_mask(found, is_moved)
             variables = self.variables.values()
-            written = [_scattered(v, gaps, gather_rows(v, moved[:, 0])) for v in variables]
+            written = [scatter_rows(v, gaps, gather_rows(v, moved[:, 0])) for v in variables]
             with after(*written):
                 self._remove(tf.boolean_mask(ids, ~is_kept))
                 in_gaps = tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1)
@@ -279,9 +279,3 @@ def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
             return tf.constant(True)
 
     return tf.cond(needed > size, grow, lambda: tf.constant(False))
-
-
-def _scattered(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
-    return tf.raw_ops.ResourceScatterUpdate(
-        resource=variable.handle, indices=places, updates=values
-    )

@@ -23,7 +23,7 @@ from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
 from trainer.embeddings.base import Ids, Index, Table
 from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.optimizers import gather_rows
+from trainer.embeddings.optimizers import gather_rows, scatter_rows
 from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ class _FixedPart(NamedTuple):
         places = ids // self.num_parts
         with tf.device(self.variables["rows"].device):
             for name, variable in self.variables.items():
-                tf.raw_ops.ResourceScatterUpdate(
-                    resource=variable.handle, indices=places, updates=tf.identity(values[name])
-                )
+                scatter_rows(variable, places, tf.identity(values[name]))
 
 
 class FixedTable(Table):

@@ -16,7 +16,7 @@ from trainer.embeddings.base import Table
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.layer import ShardedEmbedding
-from trainer.embeddings.optimizers import TableUpdate, after, gather_rows
+from trainer.embeddings.optimizers import TableUpdate, after, gather_rows, scatter_rows
 from trainer.embeddings.table import FixedTable, Rows
 from trainer.step.options import ConfigError, Options
 
@@ -102,11 +102,7 @@ class TablePart:
             with after(done):
                 if self.changed is not None:
                     # After the change: a checkpoint that finds no mark has the row from before.
-                    done = tf.raw_ops.ResourceScatterUpdate(
-                        resource=self.changed.handle,
-                        indices=ids,
-                        updates=tf.ones_like(ids, tf.bool),
-                    )
+                    done = scatter_rows(self.changed, ids, tf.ones_like(ids, tf.bool))
             with after(done):
                 rate = tf.identity(rate)
             if held:
