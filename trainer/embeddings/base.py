@@ -44,6 +44,7 @@ class Table:
     """The base class of FixedTable and DynamicTable."""
 
     _parts: Sequence[Part]  # Part p of P has the rows of ids with id mod P = p.
+    _graphs: Sequence[Graph] = ()  # Graphs that a derived class needs, with their signatures.
 
     def index(self) -> dict[str, Ids]:
         """Returns all ids, sorted, and their use."""
@@ -63,8 +64,8 @@ class Table:
 
     def make_graphs(self) -> None:
         """Traces the graphs that a run needs. Under ps all tasks must answer meanwhile."""
-        self._values_in_graph.get_concrete_function()
-        self._set_values_in_graph.get_concrete_function()
+        for graph in (self._values_in_graph, self._set_values_in_graph, *self._graphs):
+            graph.get_concrete_function()
 
     @property
     def value_names(self) -> list[str]:

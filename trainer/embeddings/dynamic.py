@@ -64,12 +64,11 @@ class DynamicTable(Table):
         step = tf.TensorSpec([], tf.int64)
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
         parts = self.dynamic_parts
-
-        self._graphs: list[Graph] = []
+        self._graphs = made = list[Graph]()
 
         def graph(function: Callable[..., object], *specs: tf.TensorSpec) -> Graph:
-            self._graphs.append(tf.function(no_autograph(function), input_signature=specs))
-            return self._graphs[-1]
+            made.append(tf.function(no_autograph(function), input_signature=specs))
+            return made[-1]
 
         self._last_steps_in_graph = graph(lambda: _joined(part.last_steps() for part in parts))
         self._index_in_graph = graph(lambda: _joined(part.index() for part in parts))
@@ -143,12 +142,6 @@ class DynamicTable(Table):
         """The sums of all parts."""
         counts = [value_of(part.counts) for part in self.dynamic_parts]
         return Counts(*np.sum(counts, axis=0).tolist())
-
-    @override
-    def make_graphs(self) -> None:
-        super().make_graphs()
-        for graph in self._graphs:
-            graph.get_concrete_function()
 
     def evict(self, step: int) -> None:
         """Removes ids, as the layer's arguments say; `step` steps are done, and none is in flight.

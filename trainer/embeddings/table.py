@@ -109,17 +109,12 @@ class FixedTable(Table):
         ]
         self._changed = list(changed)
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
+        self._graphs = [self._changed_in_graph] if changed else []
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of all parts, without the marks."""
         return [part for each in (self.rows, *self.slots.values()) for part in each.parts]
-
-    @override
-    def make_graphs(self) -> None:
-        super().make_graphs()
-        if self._changed:
-            self._changed_in_graph.get_concrete_function()
 
     @override
     def index(self) -> dict[str, Ids]:
