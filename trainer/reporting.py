@@ -33,7 +33,7 @@ from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.building import Parts, chief_hooks, shared_hooks
 from trainer.hooks.console import Console
 from trainer.hooks.export import export_notes
-from trainer.hooks.newest_group import StopIfReplaced
+from trainer.hooks.stops import StopIfReplaced
 from trainer.inputs import data_errors_explained
 from trainer.run_files import Document, RunFiles
 from trainer.run_record.recorder import Recorder

@@ -25,12 +25,12 @@ from trainer.hooks.digest import DigestLines
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
-from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms, Profile
 from trainer.hooks.notebook import notebook_bars
 from trainer.hooks.progress import progress_writers
 from trainer.hooks.report import Report
 from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
+from trainer.hooks.stops import StopOnNonFinite
 from trainer.hooks.tracking import build_trackers
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
