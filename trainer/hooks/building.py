@@ -26,7 +26,7 @@ from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
 from trainer.hooks.inspect import Histograms, Profile
-from trainer.hooks.notebook import notebook_bars
+from trainer.hooks.notebook import NotebookBar, is_kernel
 from trainer.hooks.progress import progress_writers
 from trainer.hooks.report import Report
 from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
@@ -98,7 +98,7 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
         json_lines,
         lossy_tensorboard,
         console,
-        *notebook_bars(config.train_steps, parts.executor.pace),
+        *([NotebookBar(config.train_steps, parts.executor.pace)] if is_kernel() else []),
         *progress,
         Report(
             parts.executor,
