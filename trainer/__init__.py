@@ -40,34 +40,21 @@ if TYPE_CHECKING:
     from trainer.step.options import WarmStartConfig as WarmStartConfig
     from trainer.step.options import WeightDecayConfig as WeightDecayConfig
 
-# The public names, and the modules that define them.
-_PUBLIC = {
-    "Config": "trainer.config",
-    "DataConfig": "trainer.config",
-    "Hook": "trainer.hooks.base",
-    "Learner": "trainer.learner",
-    "PeriodicHook": "trainer.hooks.base",
-    "Result": "trainer.api.result",
-    "RunFailed": "data.system.errors",
-    "TrainerError": "data.system.errors",
-    "UsageError": "data.system.errors",
-    "Writer": "trainer.hooks.writers",
-    "load_run": "trainer.api.result",
-    "train": "trainer.api.training",
-    **dict.fromkeys(
-        (
-            "ClipConfig",
-            "EarlyStoppingConfig",
-            "EmaConfig",
-            "LossScaleConfig",
-            "PenaltyConfig",
-            "ScheduleConfig",
-            "WarmStartConfig",
-            "WeightDecayConfig",
-        ),
-        "trainer.step.options",
+# The public names by the modules that define them.
+_NAMES = {
+    "data.system.errors": ("RunFailed", "TrainerError", "UsageError"),
+    "trainer.api.result": ("Result", "load_run"),
+    "trainer.api.training": ("train",),
+    "trainer.config": ("Config", "DataConfig"),
+    "trainer.hooks.base": ("Hook", "PeriodicHook"),
+    "trainer.hooks.writers": ("Writer",),
+    "trainer.learner": ("Learner",),
+    "trainer.step.options": (
+        *("ClipConfig", "EarlyStoppingConfig", "EmaConfig", "LossScaleConfig"),
+        *("PenaltyConfig", "ScheduleConfig", "WarmStartConfig", "WeightDecayConfig"),
     ),
 }
+_PUBLIC = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_PUBLIC)  # `__getattr__` defines them.
 
 

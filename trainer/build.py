@@ -24,11 +24,10 @@ from trainer.learner import Learner
 from trainer.models import build_model
 from trainer.run_files import RunFiles
 from trainer.step.advice import advice
-from trainer.step.keras_losses import KerasLoss, is_keras
+from trainer.step.keras_losses import KerasLoss, ModelLoss, is_keras, overrides
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
 from trainer.step.layer_options import Use, check_layers
 from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
-from trainer.step.model_loss import ModelLoss, overrides
 from trainer.step.optimizers import (
     Adopted,
     adopt,

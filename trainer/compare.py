@@ -15,8 +15,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 from absl import flags
 
 from data.system.scratch import plain_path
@@ -31,10 +32,6 @@ from trainer.run_files import (
     step_in,
 )
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 EXIT_DIFFERENT = 1
 # Values of reports that depend on the machine: rates and times.
@@ -196,7 +193,6 @@ def _check_complete(path: str) -> None:
 
 
 def _dense_differences(left: str, right: str, plain: Sequence[str]) -> list[tuple[str, float]]:
-    import numpy as np
     import tensorflow as tf
 
     readers = [tf.train.load_checkpoint(f"{path}/variables") for path in plain]
@@ -244,9 +240,7 @@ def _table_differences(left: str, right: str) -> list[tuple[str, float]]:
     return found
 
 
-def _largest_difference(left: "npt.NDArray[np.generic]", right: "npt.NDArray[np.generic]") -> float:
-    import numpy as np
-
+def _largest_difference(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic]) -> float:
     return float(np.max(np.abs(left.astype(np.float64) - right.astype(np.float64))))
 
 

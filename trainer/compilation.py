@@ -14,7 +14,6 @@ operation, the executor runs the same step without it (`Learner.stop_compiling`)
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from keras import layers
@@ -22,12 +21,9 @@ from keras import layers
 from data.reader import Reader
 from data.system.compat.function_names import number_functions_by_name
 from data.system.compat.keras_layers import all_layers
+from trainer.config import ConfigError, Recipe
+from trainer.learner import Learner
 from trainer.step.layer_options import Use, check_layers
-from trainer.step.options import ConfigError
-
-if TYPE_CHECKING:
-    from trainer.config import Recipe
-    from trainer.learner import Learner
 
 _ATTENTION = (
     layers.AdditiveAttention,
@@ -38,7 +34,7 @@ _ATTENTION = (
 
 
 def choose_compilation(
-    learner: "Learner", recipe: "Recipe", reader: Reader, *, is_cluster: bool
+    learner: Learner, recipe: Recipe, reader: Reader, *, is_cluster: bool
 ) -> None:
     """Has XLA compile `learner` if "auto" gains by it. Before the first step.
 
@@ -62,7 +58,7 @@ def choose_compilation(
         number_functions_by_name()
 
 
-def _obstacle(learner: "Learner", recipe: "Recipe", reader: Reader, is_cluster: bool) -> str:
+def _obstacle(learner: Learner, recipe: Recipe, reader: Reader, is_cluster: bool) -> str:
     """Why "auto" does not compile the step of `learner`; "" if nothing is known."""
     if learner.overrides_gradients:
         return "this Learner overrides `gradients`, and may compile parts of it itself."

@@ -295,7 +295,10 @@ def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.
     known = flatten(recipe.config)
     for name, value in flatten_json(document["config"]).items():
         if name in known:
-            _set_field(recipe.config, name, value)
+            *groups, last = name.split(".")
+            group = functools.reduce(getattr, groups, recipe.config)
+            # Lists of JSON were tuples.
+            setattr(group, last, tuple(value) if isinstance(value, list) else value)
     # Absolute, also where the field is empty or relative to the directory that the run began in.
     recipe.config.data_dir = document["data_dir"]
     return recipe
@@ -308,13 +311,6 @@ def flatten_json(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         is_group = isinstance(value, Mapping)
         fields |= flatten_json(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
     return fields
-
-
-def _set_field(config: Config, name: str, value: object) -> None:
-    """Sets the field `name`, for example "data.lanes". Lists of JSON become tuples."""
-    *groups, last = name.split(".")
-    group = functools.reduce(getattr, groups, config)
-    setattr(group, last, tuple(value) if isinstance(value, list) else value)
 
 
 def num_lanes(config: Config) -> int:

@@ -26,24 +26,11 @@ _BYTES_PER_EXAMPLE = 50
 def check(config: Config) -> None:
     """Raises ConfigError for the first invalid field."""
     values = flatten(config)
+    # As Config declares them: a field that a derived class declares again has no other bounds.
     for name, item, default in fields_of(Config()):
-        if choices := item.metadata.get("one_of"):
-            if (type(values[name]), values[name]) not in [
-                (type(value), value) for value in choices
-            ]:
-                needed = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
-                raise must_be(needed, name, values[name], choices[1 if values[name] else -1])
-            continue
-        wanted = (int, float) if isinstance(default, float) else type(default)
-        came = values[name]
-        if not isinstance(came, wanted) or (isinstance(came, bool) != isinstance(default, bool)):
-            raise ConfigError(
-                f"config.{name} must be of type {type(default).__name__}. Received: {came!r}, of "
-                f"type {type(came).__name__}."
-            )
+        _check_field(name, item.metadata, default, values[name])
     if config.seed >= 2**32:
         raise ConfigError(f"config.seed must be below 2**32. Received: seed={config.seed}.")
-    _check_bounds(values)
     if not config.learning_rate > 0:
         raise must_be("above 0", "learning_rate", config.learning_rate, 0.001)
     if config.recover_from_nan and not config.checkpoint_every_steps:
@@ -67,6 +54,36 @@ def check(config: Config) -> None:
             f"from each lane. Received: lanes={config.data.lanes}, batch_size={config.batch_size}. "
             "Leave lanes at 0 to have it chosen."
         )
+
+
+def _check_field(name: str, declared: Mapping[str, Any], default: object, value: Any) -> None:
+    """Raises ConfigError if `value` has not the type, or is not in the bounds, of field `name`."""
+    if choices := declared.get("one_of"):
+        if (type(value), value) not in [(type(choice), choice) for choice in choices]:
+            needed = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
+            raise must_be(needed, name, value, choices[1 if value else -1])
+        return
+    wanted = (int, float) if isinstance(default, float) else type(default)
+    if not isinstance(value, wanted) or (isinstance(value, bool) != isinstance(default, bool)):
+        raise ConfigError(
+            f"config.{name} must be of type {type(default).__name__}. Received: {value!r}, of "
+            f"type {type(value).__name__}."
+        )
+    least = declared.get("at_least")
+    if least is not None and value < least:
+        raise ConfigError(
+            f"config.{name} must be at least {least}. Received: {name}={value}. "
+            f"Type --config.{name}={max(least, 1)}, or more."
+        )
+    words, is_valid = declared.get("bound", ("", lambda _: True))
+    if not is_valid(value):  # NaN is not valid either.
+        raise must_be(words, name, value, 1.0 if is_valid(1.0) else 0.1)
+    if declared.get("is_pattern"):
+        try:
+            re.compile(str(value))
+        except re.error as error:
+            needed = f"a regular expression ({error})"
+            raise must_be(needed, name, value, "'kernel|bias'") from error
 
 
 def _check_memory(name: str, size: int) -> None:
@@ -166,21 +183,6 @@ def check_virtual_replicas(config: Config, num_replicas: int) -> None:
             )
 
 
-def _check_bounds(values: Mapping[str, Any]) -> None:
-    # The bounds of Config: a field that a derived class declares again has none.
-    for name, item, _ in fields_of(Config()):
-        value = values[name]
-        least = item.metadata.get("at_least")
-        if least is not None and value < least:
-            raise ConfigError(
-                f"config.{name} must be at least {least}. Received: {name}={value}. "
-                f"Type --config.{name}={max(least, 1)}, or more."
-            )
-        words, is_valid = item.metadata.get("bound", ("", lambda _: True))
-        if not is_valid(value):  # NaN is not valid either.
-            raise must_be(words, name, value, 1.0 if is_valid(1.0) else 0.1)
-
-
 def _check_options(config: Config) -> None:
     config.schedule.check()
     config.clip.check()
@@ -214,9 +216,3 @@ def _check_options(config: Config) -> None:
                 f"{' or '.join(f'config.{other}' for other in needed)}. Type "
                 f"--config.{example}, for example, or leave {name} out."
             )
-        if item.metadata.get("is_pattern"):
-            try:
-                re.compile(str(values[name]))
-            except re.error as error:
-                needed = f"a regular expression ({error})"
-                raise must_be(needed, name, values[name], "'kernel|bias'") from error

@@ -142,7 +142,6 @@ def open_evaluation(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = 
 
 def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split:
     config = recipe.config
-    _check_spelling(config)
     split = with_copies(
         open_split(data_dir(config), name, config.data.on_corrupt),
         config.data_cache_dir,
@@ -249,26 +248,20 @@ def prepare_inputs(recipe: Recipe) -> None:
 
 
 def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
+    """Raises DataError if that fails, or if only a data set with a similar name is known."""
     directory = data_dir(config)
     # Not if the user named the directory: a typo must not create one.
     if config.data_dir or exists(directory):
         return
-    if config.dataset not in _WITHOUT_DOWNLOAD and not may_download:
-        return
-    prepare = of_satellite("data.prepare.preparing", "prepare")
-    try:
-        prepare(config.dataset, directory)
-    except OSError as error:
-        raise DataError(
-            f"The data cannot be prepared in {directory}: {error}. Make room there, or give a "
-            "directory that can be written with --data_dir, and prepare it with data.prepare."
-        ) from error
-
-
-def _check_spelling(config: Config) -> None:
-    """Raises DataError if `dataset` is missing, but a data set with a similar name is known."""
-    directory = data_dir(config)
-    if config.data_dir or exists(directory):
+    if config.dataset in _WITHOUT_DOWNLOAD or may_download:
+        prepare = of_satellite("data.prepare.preparing", "prepare")
+        try:
+            prepare(config.dataset, directory)
+        except OSError as error:
+            raise DataError(
+                f"The data cannot be prepared in {directory}: {error}. Make room there, or give a "
+                "directory that can be written with --data_dir, and prepare it with data.prepare."
+            ) from error
         return
     nearest = of_satellite("data.prepare.catalog", "nearest")
     prepared: list[str] = []

@@ -15,7 +15,7 @@ from data.system.compat.keras_state import names_from_zero
 from strategies.base import Batch
 from trainer.config import Recipe
 from trainer.config_file import check_eager, errors_explained
-from trainer.step.model_loss import overrides
+from trainer.step.keras_losses import overrides
 from trainer.step.options import ConfigError
 
 

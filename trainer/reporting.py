@@ -1,10 +1,10 @@
 """The reports of a task on its run: by hooks, on the console, in config.json and in result.json.
 
-files.write_config(config_document(spec, inputs, learner))
-hooks, console = hooks_of(spec, parts, recorder, saved)
-with failure_recorded(spec, parts, started), uploading(spec, parts):
+files.write_config(config_document(parts))
+hooks, console = hooks_of(parts, recorder, saved)
+with failure_recorded(parts, started), uploading(parts):
 ...     # Train.
-exit_code = record_end(spec, parts, hooks, console, step, started)
+exit_code = record_end(parts, hooks, console, step, started)
 """
 
 import contextlib
@@ -33,28 +33,25 @@ from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.building import Parts, chief_hooks, shared_hooks
 from trainer.hooks.console import Console
 from trainer.hooks.export import export_notes
-from trainer.hooks.newest_group import StopIfReplaced
-from trainer.hooks.progress import progress_writers
-from trainer.inputs import Inputs, data_errors_explained
-from trainer.learner import Learner
+from trainer.hooks.stops import StopIfReplaced
+from trainer.inputs import data_errors_explained
 from trainer.run_files import Document, RunFiles
 from trainer.run_record.recorder import Recorder
 from trainer.run_record.report_upload import uploading_reports
-from trainer.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)
 
 
-def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Document:
+def config_document(parts: Parts) -> Document:
     """The contents of config.json, but for the settings of the all-reduce."""
-    config = spec.recipe.config
+    spec, inputs, config = parts.spec, parts.inputs, parts.spec.recipe.config
     return {
         "strategy": spec.strategy,
         "recipe": absolute(spec.recipe.path),
-        "data_dir": absolute_path(data_dir(spec.recipe.config)),
+        "data_dir": absolute_path(data_dir(config)),
         "config": json.loads(to_json(config)),
         "changed": overridden_fields(spec.recipe),
-        "best_is_lowest": learner.objective.is_lower_better(config.best_metric),
+        "best_is_lowest": parts.learner.objective.is_lower_better(config.best_metric),
         **vars(spec.transfer),
         "flags": list(spec.flags),
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
@@ -72,25 +69,17 @@ def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Documen
 
 
 def hooks_of(
-    spec: TaskSpec, parts: Parts, recorder: Recorder, saved: Saved | None
+    parts: Parts, recorder: Recorder, saved: Saved | None
 ) -> tuple[list[Hook], Console | None]:
     """The hooks of a task that trains, and the console of the chief, which says what is trained."""
-    console = None
-    evaluates = not spec.has_evaluator
+    spec, console = parts.spec, None
     if spec.is_chief:
         steps = spec.recipe.config.train_steps
         console = Console(steps, parts.executor.pace, is_quiet=spec.is_quiet)
-        _say_beginning(spec, parts, console, saved)
-        hooks = chief_hooks(
-            parts,
-            console,
-            config_document(spec, parts.inputs, parts.learner),
-            progress_writers(spec.metrics_listener, spec.model_dir, steps),
-            evaluates=evaluates,
-            standby_every_steps=spec.ps_standby,
-        )
+        _say_beginning(parts, console, saved)
+        hooks = chief_hooks(parts, console, config_document(parts))
     else:
-        hooks = shared_hooks(parts, evaluates=evaluates)
+        hooks = shared_hooks(parts)
     hooks = [recorder, *hooks]
     if spec.is_chief and spec.generation is not None:
         hooks.insert(0, StopIfReplaced(spec.model_dir, spec.generation))
@@ -99,8 +88,8 @@ def hooks_of(
     return hooks, console
 
 
-def _say_beginning(spec: TaskSpec, parts: Parts, console: Console, saved: Saved | None) -> None:
-    config, inputs = spec.recipe.config, parts.inputs
+def _say_beginning(parts: Parts, console: Console, saved: Saved | None) -> None:
+    spec, inputs, config = parts.spec, parts.inputs, parts.spec.recipe.config
     num_epochs = config.train_steps * config.batch_size / inputs.train.split.num_examples
     if spec.is_verbose:
         console.say(f"config {spec.recipe.path}: {to_json(config)}")
@@ -138,19 +127,19 @@ def _say_beginning(spec: TaskSpec, parts: Parts, console: Console, saved: Saved 
 
 
 @contextlib.contextmanager
-def uploading(spec: TaskSpec, parts: Parts) -> Iterator[None]:
+def uploading(parts: Parts) -> Iterator[None]:
     """Uploads reports while the run writes them, if --model_dir is at s3://."""
-    if not spec.is_chief:
+    if not parts.spec.is_chief:
         yield
         return
     lines = "metrics.jsonl"
-    with uploading_reports(spec.model_dir, [lines, "tensorboard"], resumes=lines) as sync:
+    with uploading_reports(parts.spec.model_dir, [lines, "tensorboard"], resumes=lines) as sync:
         parts.checkpointer.before_mark = sync
         yield
 
 
 @contextlib.contextmanager
-def failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[None]:
+def failure_recorded(parts: Parts, started: float) -> Iterator[None]:
     """Writes an error to result.json, with the file and offset if the data caused it.
 
     On leaving, also finishes a checkpoint that is being written.
@@ -172,8 +161,8 @@ def failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[N
         }
         # If the write fails, the run ends as before. A worker that fails also writes the reason:
         # the chief knows only that the worker is lost.
-        files = RunFiles(spec.model_dir)
-        if not is_lost or (spec.is_chief and files.read_result() is None):
+        files = RunFiles(parts.spec.model_dir)
+        if not is_lost or (parts.spec.is_chief and files.read_result() is None):
             files.write_result(failed)
         raise
     finally:
@@ -181,15 +170,10 @@ def failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[N
 
 
 def record_end(
-    spec: TaskSpec,
-    parts: Parts,
-    hooks: Sequence[Hook],
-    console: Console | None,
-    step: int,
-    started: float,
+    parts: Parts, hooks: Sequence[Hook], console: Console | None, step: int, started: float
 ) -> int:
     """Writes result.json; returns the exit code, the same in all tasks that run the loop."""
-    config, executor = spec.recipe.config, parts.executor
+    spec, config, executor = parts.spec, parts.spec.recipe.config, parts.executor
     stopped_early = next((hook.done for hook in hooks if hook.done), "")
     is_complete = step >= config.train_steps or bool(stopped_early)
     failures = [hook.failure for hook in hooks if hook.failure]
@@ -217,7 +201,7 @@ def record_end(
     if skips := executor.position.skipped:
         result |= {"nan_recoveries": len(skips), "examples_skipped": sum(skips)}
     result |= {name: dict(by_worker) for name, by_worker in executor.worker_stats().items()}
-    if failure := write_result(spec, result):
+    if spec.is_chief and (failure := RunFiles(spec.model_dir).write_result(result)):
         failures.append(failure)
         exit_code = EXIT_RESTART
     if console:
@@ -229,8 +213,3 @@ def record_end(
         log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)
     # Only the chief writes, so only the chief can fail to; the other tasks end like the chief.
     return executor.gathered(exit_code)[0]
-
-
-def write_result(spec: TaskSpec, result: Document) -> str:
-    """Writes result.json if this task is the chief; returns why that failed, or ""."""
-    return RunFiles(spec.model_dir).write_result(result) if spec.is_chief else ""

@@ -1,6 +1,6 @@
 """The checkpoint that a run resumes from, the same in all tasks: at its start, and after a NaN.
 
-    saved = restore_newest("runs/a", executor, checkpointer, learner, is_chief=True)
+    saved = restore_newest(parts)
     step = train_recovering(executor, learner, checkpointer, hooks, order, config)
 
 After a NaN, training goes back to the newest complete checkpoint, and skips all examples that were
@@ -27,6 +27,7 @@ from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.survivors import save_left_step
 from trainer.config import Config
 from trainer.hooks.base import Hook
+from trainer.hooks.building import Parts
 from trainer.learner import Learner
 from trainer.loop import train
 from trainer.preflight import disk_errors_explained
@@ -35,28 +36,22 @@ from trainer.run_files import RunFiles, progress_of
 log = logging.getLogger(__name__)
 
 
-def restore_newest(
-    model_dir: str,
-    executor: Executor,
-    checkpointer: Checkpointer,
-    learner: Learner,
-    *,
-    is_chief: bool,
-) -> Saved | None:
+def restore_newest(parts: Parts) -> Saved | None:
     """Restores the newest step at the start of a run, also one that a dead chief left on servers.
 
     Raises ModelDirError, DiskError: as restore_together; or the directory cannot be written, or is
     not the same for all tasks.
     """
+    model_dir, executor, is_chief = parts.spec.model_dir, parts.executor, parts.spec.is_chief
     files = RunFiles(model_dir)
     _check_is_shared(model_dir, executor, is_chief=is_chief)
     # Without it this is another run: whoever has deleted the directory wants to begin anew.
     if executor.recovery and exists(files.config):
-        save_left_step(executor.recovery, learner, checkpointer)
-    saved = restore_together(executor, checkpointer, learner)
+        save_left_step(executor.recovery, parts.learner, parts.checkpointer)
+    saved = restore_together(executor, parts.checkpointer, parts.learner)
     if is_chief:
         with disk_errors_explained(model_dir):
-            remove_tree(checkpointer.staging)
+            remove_tree(parts.checkpointer.staging)
         if not saved:
             _warn_if_begun_before(files)
     return saved

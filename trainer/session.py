@@ -118,7 +118,7 @@ def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     )
     build.check_standby(checkpointer, spec.recipe.path, spec.ps_standby)
     checkpointer.on_progress = executor.on_progress
-    return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)
+    return Parts(spec, inputs, specs, executor, learner, checkpointer)
 
 
 class Restored(NamedTuple):

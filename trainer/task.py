@@ -87,15 +87,14 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                     log.warning("%s is finished.", spec.model_dir)
                     outcome.exit_code = EXIT_DONE
                     return EXIT_DONE
-            saved = _resume(spec, parts)
+            saved = _resume(parts)
             recorder.open(makes_directory=True)
             # 7. Train.
-            config = spec.recipe.config
-            hooks, console = reporting.hooks_of(spec, parts, recorder, saved)
+            hooks, console = reporting.hooks_of(parts, recorder, saved)
             with (
-                reporting.failure_recorded(spec, parts, started),
-                reporting.uploading(spec, parts),
-                _complete_steps_saved(spec, parts, signals),
+                reporting.failure_recorded(parts, started),
+                reporting.uploading(parts),
+                _complete_steps_saved(parts, signals),
             ):
                 step = train_recovering(
                     executor,
@@ -103,9 +102,9 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                     parts.checkpointer,
                     hooks,
                     parts.inputs.train.order,
-                    config,
+                    spec.recipe.config,
                 )
-            outcome.exit_code = reporting.record_end(spec, parts, hooks, console, step, started)
+            outcome.exit_code = reporting.record_end(parts, hooks, console, step, started)
             # 8. Close: `_supervised` does it when this block ends, also after an error.
         return EXIT_RESTART if outcome.exit_code is None else outcome.exit_code
 
@@ -135,7 +134,9 @@ def _supervised(
         log.error("%s", _what_a_restart_does(spec))
         recorder.close_stalled()
         # Without the step: it is on devices that may not answer.
-        reporting.write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
+        result = {"step": None, "exit_code": EXIT_RESTART, "why": message}
+        if spec.is_chief:
+            RunFiles(spec.model_dir).write_result(result)
         os._exit(EXIT_RESTART)
 
     peers = executor.peers
@@ -192,12 +193,10 @@ def _what_a_restart_does(spec: TaskSpec) -> str:
     return "The last checkpoint is complete; restart to resume."
 
 
-def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
-    executor, recovery = parts.executor, parts.executor.recovery
+def _resume(parts: Parts) -> Saved | None:
+    spec, executor, recovery = parts.spec, parts.executor, parts.executor.recovery
     files = RunFiles(spec.model_dir)
-    saved = restore_newest(
-        spec.model_dir, executor, parts.checkpointer, parts.learner, is_chief=spec.is_chief
-    )
+    saved = restore_newest(parts)
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
@@ -206,7 +205,7 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
         )
     if spec.is_chief:
         with disk_errors_explained(spec.model_dir):
-            document = reporting.config_document(spec, parts.inputs, parts.learner)
+            document = reporting.config_document(parts)
             files.write_config({**document, "all_reduce": dict(all_reduce)})
             files.remove_result()
         if spec.is_latest:
@@ -221,14 +220,14 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
 
 
 @contextlib.contextmanager
-def _complete_steps_saved(spec: TaskSpec, parts: Parts, signals: StopSignals) -> Iterator[None]:
+def _complete_steps_saved(parts: Parts, signals: StopSignals) -> Iterator[None]:
     """Saves the last complete step if an error ends training.
 
     Saves nothing if the loss is not finite, after a second Ctrl-C in a notebook, or if `ps` has
     lost a server: the next chief reads the step from the servers that are left. Under multiworker
     a launcher says with SIGUSR1 that a worker has died.
     """
-    executor, peers = parts.executor, parts.executor.peers
+    spec, executor, peers = parts.spec, parts.executor, parts.executor.peers
     if peers and spec.strategy == "multiworker":
         signals.on_peer_lost(lambda: peers.abandon("another worker has died"))
     try:

@@ -24,10 +24,10 @@ from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.hooks.base import Hook, PeriodicHook
 from trainer.hooks.console import Console
 from trainer.hooks.evaluate import EarlyStop
-from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint
+from trainer.hooks.stops import StopOnNonFinite
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Writer
 from trainer.inputs import batch_at
 from trainer.loop import train

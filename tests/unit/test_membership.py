@@ -10,7 +10,7 @@ from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import ClusterError
 from strategies.lost_peers import PeerLostError
 from strategies.metrics import Metrics
-from trainer.hooks.newest_group import StopIfReplaced
+from trainer.hooks.stops import StopIfReplaced
 from trainer.local.group_rules import Group, HostRecord, Snapshot
 from trainer.local.membership import Membership, Watcher
 from trainer.run_files import newest_generation

@@ -10,8 +10,8 @@ import tensorflow as tf
 from tests.unit.replicas import replicas, updater
 from tests.unit.test_learner import BATCH
 from trainer.learner import Learner
+from trainer.step.keras_losses import ModelLoss
 from trainer.step.losses import sparse_categorical_crossentropy
-from trainer.step.model_loss import ModelLoss
 
 
 class Own(keras.Model):

@@ -22,8 +22,8 @@ from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config
-from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.report import Report
+from trainer.hooks.stops import StopOnNonFinite
 from trainer.hooks.writers import Writer
 from trainer.resume import restore_together, train_recovering
 

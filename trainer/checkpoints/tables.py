@@ -183,7 +183,8 @@ class StagedTables:
             for start, piece in _pieces(ids, table):
                 values = table.values_of(piece)
                 tensors = {f"{number}/{name}": value for name, value in values.items()}
-                save(tensors, [_slice(value, start, len(ids)) for value in values.values()])
+                shapes = [[len(ids), *value.shape[1:]] for value in values.values()]
+                save(tensors, [_slice(shape, start, len(piece)) for shape in shapes])
         # Joins the indices; the data stay in their files.
         with _write_errors_explained(), tf.device(self._io_device):
             tf.raw_ops.MergeV2Checkpoints(
@@ -213,7 +214,7 @@ class StagedTables:
                             prefix=f"{directory}/{PREFIX}",
                             tensor_names=names,
                             shape_and_slices=[
-                                _slice_spec(shapes[n], start, len(piece)) for n in names
+                                _slice(shapes[name], start, len(piece)) for name in names
                             ],
                             dtypes=[dtypes[name] for name in names],
                         )
@@ -326,12 +327,8 @@ def _pieces(ids: Ids, table: Table) -> Iterator[tuple[int, Ids]]:
         yield start, ids[start : start + size]
 
 
-def _slice(piece: tf.Tensor, start: int, num_rows: int) -> str:
-    """TensorFlow's description of a piece of a tensor with `num_rows` rows."""
-    return _slice_spec([num_rows, *piece.shape[1:]], start, len(piece))
-
-
-def _slice_spec(shape: Sequence[int], start: int, size: int) -> str:
+def _slice(shape: Sequence[int], start: int, size: int) -> str:
+    """TensorFlow's description of `size` rows, from `start` on, of a tensor of `shape`."""
     others = ":".join(["-"] * (len(shape) - 1))
     rows = f"{start},{size}"
     return f"{' '.join(map(str, shape))} {rows}{':' if others else ''}{others}"

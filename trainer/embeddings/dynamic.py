@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
 from strategies.base import value_of
-from trainer.embeddings.base import IDS, Graph, Ids, Index, Table, values_of_parts
+from trainer.embeddings.base import IDS, Graph, Ids, Index, Table
 from trainer.embeddings.dynamic_part import NUM_VALUES, Counts, DynamicPart
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class DynamicTable(Table):
 
     def __init__(self, parts: Sequence[DynamicPart], layer: "ShardedEmbedding") -> None:
         self.dynamic_parts = list(parts)
+        self._parts = self.dynamic_parts
         self.parts = [part.rows for part in parts]
-        self.part_variables = parts[0].variables
         self.layer = layer
         self.shape = (None, layer.width)
         self.path = self.name = f"{layer.path}/embeddings"
@@ -64,9 +64,11 @@ class DynamicTable(Table):
         step = tf.TensorSpec([], tf.int64)
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
         parts = self.dynamic_parts
+        self._graphs = made = list[Graph]()
 
         def graph(function: Callable[..., object], *specs: tf.TensorSpec) -> Graph:
-            return tf.function(no_autograph(function), input_signature=specs)
+            made.append(tf.function(no_autograph(function), input_signature=specs))
+            return made[-1]
 
         self._last_steps_in_graph = graph(lambda: _joined(part.last_steps() for part in parts))
         self._index_in_graph = graph(lambda: _joined(part.index() for part in parts))
@@ -80,15 +82,6 @@ class DynamicTable(Table):
     def _set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
         for part in self.dynamic_parts:
             part.set_index(ids, use)
-
-    @override
-    def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        return values_of_parts(ids, ids, [part.values_of for part in self.dynamic_parts])
-
-    @override
-    def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-        for part in self.dynamic_parts:
-            part.set_values(ids, values)
 
     @property
     def slot_names(self) -> list[str]:
@@ -134,27 +127,21 @@ class DynamicTable(Table):
                 )
         self._set_index_in_graph(tf.constant(index["ids"]), tf.constant(use))
 
-    def numpy(self) -> dict[str, npt.NDArray[np.generic]]:
+    def numpy(self) -> Values:
         """All ids and their rows, sorted by id, as in `Values`."""
         index = self.index()
         values = self.values_of(self.ids(index))
         return {**index, **{name: value_of(value) for name, value in values.items()}}
 
+    def ids_and_rows(self) -> tuple[Ids, npt.NDArray[np.generic]]:
+        """The ids that have rows, sorted, and these rows."""
+        ids = self.ids(self.index())
+        return ids, value_of(self.values_of(ids)["rows"])
+
     def counts(self) -> Counts:
         """The sums of all parts."""
         counts = [value_of(part.counts) for part in self.dynamic_parts]
         return Counts(*np.sum(counts, axis=0).tolist())
-
-    @override
-    def make_graphs(self) -> None:
-        super().make_graphs()
-        for graph in (
-            self._last_steps_in_graph,
-            self._evict_in_graph,
-            self._index_in_graph,
-            self._set_index_in_graph,
-        ):
-            graph.get_concrete_function()
 
     def evict(self, step: int) -> None:
         """Removes ids, as the layer's arguments say; `step` steps are done, and none is in flight.

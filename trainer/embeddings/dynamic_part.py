@@ -20,7 +20,7 @@ from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
 from trainer.embeddings.initial import initial_rows
-from trainer.embeddings.optimizers import Slots, after, capacity, gather_rows
+from trainer.embeddings.optimizers import Slots, after, capacity, gather_rows, scatter_rows
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
@@ -41,13 +41,6 @@ class Counts(NamedTuple):
     rows: int  # Rows that are used, with gaps: the next row gets this place.
     new: int  # Ids that got a row.
     evicted: int  # Ids that lost their row.
-
-
-class _Index(NamedTuple):
-    """The resources of a part."""
-
-    ids: tf.Tensor  # The hash table.
-    locks: list[tf.Tensor]
 
 
 class DynamicPart:
@@ -79,7 +72,12 @@ class DynamicPart:
             self.counts = tf.Variable(
                 tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
             )
-        self._index_of_ids = _index_on(self.rows.device)
+        name = f"ids-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
+        with tf.device(self.rows.device):
+            self._hash_table = tf.raw_ops.MutableHashTableOfTensorsV2(
+                key_dtype=tf.int64, value_dtype=tf.int64, value_shape=[NUM_VALUES], shared_name=name
+            )
+            self._locks = locks.make_locks(name)
 
     @property
     def keeps_last(self) -> bool:
@@ -129,7 +127,7 @@ class DynamicPart:
 
     def take_lock(self, waited_for: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Takes the lock of updates when `waited_for` are computed."""
-        return locks.take(self._index_of_ids.locks, waited_for)
+        return locks.take(self._locks, waited_for)
 
     def places(self, ids: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The places of different `ids`, int64 [n], -1 without a row, after one more sighting.
@@ -153,7 +151,7 @@ class DynamicPart:
         for name, values in initial.items():
             variable = self.variables[name]
             with tf.control_dependencies([_grown(variable, first + num_new)]):
-                written.append(_scattered(variable, new_places, values))
+                written.append(scatter_rows(variable, new_places, values))
         # The ids come last: a worker that finds an id finds its row, too.
         with after(*written):
             more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
@@ -202,14 +200,11 @@ class DynamicPart:
             self.counts.assign(tf.stack([number, 0, 0]))
 
     def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-        """Sets the rows and slots of those of `ids`, which have rows, that belong to this part."""
-        mine = tf.equal(ids % self._num_parts, self._index)
-        ids = tf.boolean_mask(ids, mine)
-        of_mine = {name: tf.boolean_mask(value, mine) for name, value in values.items()}
+        """Sets the rows and slots of `ids` of this part, which have rows."""
         with tf.device(self.rows.device):
             place, _, _ = self._find(ids)
             for name, variable in self.variables.items():
-                _scattered(variable, place, tf.identity(of_mine[name]))
+                scatter_rows(variable, place, tf.identity(values[name]))
 
     def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
@@ -233,7 +228,7 @@ class DynamicPart:
             gaps = tf.where(tf.equal(is_used, 0))[:, 0]
             moved = tf.boolean_mask(found, is_moved)
             variables = self.variables.values()
-            written = [_scattered(v, gaps, gather_rows(v, moved[:, 0])) for v in variables]
+            written = [scatter_rows(v, gaps, gather_rows(v, moved[:, 0])) for v in variables]
             with after(*written):
                 self._remove(tf.boolean_mask(ids, ~is_kept))
                 in_gaps = tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1)
@@ -244,7 +239,7 @@ class DynamicPart:
 
     def _find(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         found = tf.raw_ops.LookupTableFindV2(
-            table_handle=self._index_of_ids.ids,
+            table_handle=self._hash_table,
             keys=ids,
             default_value=tf.constant(_UNKNOWN, tf.int64),
         )
@@ -256,26 +251,17 @@ class DynamicPart:
     def _exported(self) -> tuple[tf.Tensor, tf.Tensor]:
         """All ids, int64 [m], and their values, int64 [m, 3]."""
         ids, values = tf.raw_ops.LookupTableExportV2(
-            table_handle=self._index_of_ids.ids, Tkeys=tf.int64, Tvalues=tf.int64
+            table_handle=self._hash_table, Tkeys=tf.int64, Tvalues=tf.int64
         )
         return tf.ensure_shape(ids, [None]), tf.ensure_shape(values, [None, NUM_VALUES])
 
     def _insert(self, ids: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
         return tf.raw_ops.LookupTableInsertV2(
-            table_handle=self._index_of_ids.ids, keys=ids, values=values
+            table_handle=self._hash_table, keys=ids, values=values
         )
 
     def _remove(self, ids: tf.Tensor) -> None:
-        tf.raw_ops.LookupTableRemoveV2(table_handle=self._index_of_ids.ids, keys=ids)
-
-
-def _index_on(device: str) -> _Index:
-    name = f"ids-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
-    with tf.device(device):
-        ids = tf.raw_ops.MutableHashTableOfTensorsV2(
-            key_dtype=tf.int64, value_dtype=tf.int64, value_shape=[NUM_VALUES], shared_name=name
-        )
-        return _Index(ids, locks.make_locks(name))
+        tf.raw_ops.LookupTableRemoveV2(table_handle=self._hash_table, keys=ids)
 
 
 def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
@@ -293,9 +279,3 @@ def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
             return tf.constant(True)
 
     return tf.cond(needed > size, grow, lambda: tf.constant(False))
-
-
-def _scattered(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
-    return tf.raw_ops.ResourceScatterUpdate(
-        resource=variable.handle, indices=places, updates=values
-    )

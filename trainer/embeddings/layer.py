@@ -21,8 +21,9 @@ from typing_extensions import override
 
 from data.system.compat.own_gradients import with_gradient
 from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
+from trainer.embeddings.base import of_parts
 from trainer.embeddings.counting import add_lookup
-from trainer.embeddings.dynamic import DynamicTable, Values
+from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.optimizers import TableOptimizer, gather_rows, table_optimizer, to_config
 from trainer.embeddings.table import Rows
@@ -290,35 +291,25 @@ class ShardedEmbedding(keras.layers.Layer):
         parts = self.table.parts
         if not self.stores_rows:
             return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
-        if len(parts) == 1 and read_dtype() == "float32":
-            return self._rows_of_part(0, ids, training)
-        # The remainder of a negative id is not negative, as in Python.
-        owner = tf.cast(ids % len(parts), tf.int32)
-        positions = tf.dynamic_partition(tf.range(tf.size(ids)), owner, len(parts))
-        ids_of_parts = tf.dynamic_partition(ids, owner, len(parts))
-        found = []
-        for index, (part, of_part) in enumerate(zip(parts, ids_of_parts, strict=True)):
-            with tf.device(part.device):
-                rows = self._rows_of_part(index, of_part, training)
-            found.append(_rounded_on(part.device, rows))
-        return tf.dynamic_stitch(positions, found)
 
-    def _rows_of_part(self, index: int, ids: tf.Tensor, training: bool) -> tf.Tensor:
-        if self.is_dynamic:
-            rows: tf.Tensor = self.table.dynamic_parts[index].lookup(ids, training=training)
-            return rows
-        parts = self.table.parts
-        return gather_rows(parts[index], ids // len(parts))
+        def rows_of_part(index: int, ids: tf.Tensor) -> tf.Tensor:
+            device = parts[index].device
+            with tf.device(device):
+                if self.is_dynamic:
+                    rows = self.table.dynamic_parts[index].lookup(ids, training=training)
+                else:
+                    rows = gather_rows(parts[index], ids // len(parts))
+            return _rounded_on(device, rows)
 
-    def freeze(self, values: Values) -> None:
+        find = [functools.partial(rows_of_part, index) for index in range(len(parts))]
+        rows: tf.Tensor = of_parts(ids, find)
+        return rows
+
+    def freeze(self, ids: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
         """Replaces a table of dynamic ids by constant variables, in a model that is exported.
 
-        `values` are those of a DynamicTable: "ids", "use" and "rows" are used.
+        `ids` are sorted; the layer has no other rows.
         """
-        self._set_frozen(*ids_with_rows(values))
-
-    def _set_frozen(self, ids: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
-        """`ids` are sorted; the layer has no other rows."""
         self.stores_rows = False
         self._tracker.unlock()
         for weight in self._frozen:
@@ -352,7 +343,7 @@ class ShardedEmbedding(keras.layers.Layer):
     def save_own_variables(self, store: Any) -> None:
         if self.is_dynamic and not self._frozen:
             # A model in training stays as it is.
-            store["0"], store["1"] = ids_with_rows(self.table.numpy())
+            store["0"], store["1"] = self.table.ids_and_rows()
         else:
             super().save_own_variables(store)
 
@@ -364,7 +355,7 @@ class ShardedEmbedding(keras.layers.Layer):
                     f"{self.name} has dynamic ids and is being trained: a .keras file has neither "
                     "their sightings nor optimizer slots. Resume from a checkpoint instead."
                 )
-            self._set_frozen(np.asarray(store["0"]), np.asarray(store["1"]))
+            self.freeze(np.asarray(store["0"]), np.asarray(store["1"]))
         else:
             super().load_own_variables(store)
 
@@ -400,12 +391,6 @@ class ShardedEmbedding(keras.layers.Layer):
             return {}
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
         return children
-
-
-def ids_with_rows(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The ids of `values`, those of a DynamicTable, that have a row, and their rows."""
-    has_row = np.equal(values["use"][:, 0], 1)
-    return np.asarray(values["ids"])[has_row], np.asarray(values["rows"])
 
 
 def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:

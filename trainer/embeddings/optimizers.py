@@ -199,12 +199,7 @@ class LazyAdam(TableOptimizer):
         v = gather_rows(slots["velocity"], ids)
         m += (1 - self.beta_1) * (gradients - m)
         v += (1 - self.beta_2) * (tf.square(gradients) - v)
-        written = [
-            tf.raw_ops.ResourceScatterUpdate(
-                resource=slots[name].handle, indices=ids, updates=value
-            )
-            for name, value in (("momentum", m), ("velocity", v))
-        ]
+        written = scatter_rows(slots["momentum"], ids, m), scatter_rows(slots["velocity"], ids, v)
         with after(*written):
             return _subtract(table, ids, m / (tf.sqrt(v) + self.epsilon), corrected)
 
@@ -257,6 +252,11 @@ def gather_rows(variable: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
     of a variable that sparse updates change.
     """
     return tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=variable.dtype)
+
+
+def scatter_rows(variable: tf.Variable, ids: tf.Tensor, rows: tf.Tensor) -> tf.Operation | None:
+    """Sets the rows `ids` of `variable`, which are different; no other row is copied."""
+    return tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=ids, updates=rows)
 
 
 def capacity(variable: tf.Variable) -> tf.Tensor:

@@ -10,8 +10,7 @@ of parts. It is written and read over the methods of base.Table, which FixedTabl
 
 import collections
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -22,9 +21,9 @@ from typing_extensions import override
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
-from trainer.embeddings.base import Ids, Index, Table, values_of_parts
+from trainer.embeddings.base import Ids, Index, Table
 from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.optimizers import gather_rows
+from trainer.embeddings.optimizers import gather_rows, scatter_rows
 from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +70,24 @@ class Rows:
                 part.assign(value[index :: len(self.parts)])
 
 
+class _FixedPart(NamedTuple):
+    """A part of a table with a fixed number of rows: id `i` is at place `i // num_parts`."""
+
+    num_parts: int
+    variables: Mapping[str, tf.Variable]
+
+    def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
+        places = ids // self.num_parts
+        with tf.device(self.variables["rows"].device):
+            return {name: gather_rows(v, places) for name, v in self.variables.items()}
+
+    def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
+        places = ids // self.num_parts
+        with tf.device(self.variables["rows"].device):
+            for name, variable in self.variables.items():
+                scatter_rows(variable, places, tf.identity(values[name]))
+
+
 class FixedTable(Table):
     """A table with a fixed number of rows, and its optimizer slots.
 
@@ -84,21 +101,20 @@ class FixedTable(Table):
     ) -> None:
         """`changed` has a variable for each part, bool [rows]: True if a step changed the row."""
         self.rows, self.slots = rows, dict(slots)
-        self._variables = {"rows": rows.parts, **{n: slot.parts for n, slot in slots.items()}}
-        self.part_variables = {name: parts[0] for name, parts in self._variables.items()}
+        named = {"rows": rows, **slots}
+        num_parts = len(rows.parts)
+        self._parts = [
+            _FixedPart(num_parts, {name: each.parts[index] for name, each in named.items()})
+            for index in range(num_parts)
+        ]
         self._changed = list(changed)
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
+        self._graphs = [self._changed_in_graph] if changed else []
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of all parts, without the marks."""
-        return [part for parts in self._variables.values() for part in parts]
-
-    @override
-    def make_graphs(self) -> None:
-        super().make_graphs()
-        if self._changed:
-            self._changed_in_graph.get_concrete_function()
+        return [part for each in (self.rows, *self.slots.values()) for part in each.parts]
 
     @override
     def index(self) -> dict[str, Ids]:
@@ -117,32 +133,6 @@ class FixedTable(Table):
         if not self._changed:  # The table is not trained.
             return np.zeros([0], np.int64)
         return np.sort(value_of(self._changed_in_graph()))
-
-    @override
-    def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        num_parts = len(self.rows.parts)
-
-        def of_part(index: int, places: tf.Tensor) -> Mapping[str, tf.Tensor]:
-            with tf.device(self.rows.parts[index].device):
-                variables = self._variables.items()
-                return {name: gather_rows(parts[index], places) for name, parts in variables}
-
-        find = [partial(of_part, index) for index in range(num_parts)]
-        return values_of_parts(ids, ids // num_parts, find)
-
-    @override
-    def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-        num_parts = len(self.rows.parts)
-        for index in range(num_parts):
-            mine = tf.equal(ids % num_parts, index)
-            places = tf.boolean_mask(ids, mine) // num_parts
-            for name, parts in self._variables.items():
-                of_mine = tf.boolean_mask(values[name], mine)
-                part = parts[index]
-                with tf.device(part.device):
-                    tf.raw_ops.ResourceScatterUpdate(
-                        resource=part.handle, indices=places, updates=tf.identity(of_mine)
-                    )
 
     @no_autograph
     def _take_changed_ids(self) -> tf.Tensor:
@@ -193,7 +183,7 @@ def set_values(model: keras.Model, learner: "Learner") -> None:
     places = _places([layer.table for layer in layers], trained)
     for layer, place in zip(layers, places, strict=True):
         if isinstance(table := trained[place], DynamicTable):
-            layer.freeze(table.numpy())
+            layer.freeze(*table.ids_and_rows())
 
 
 def _places(items: Sequence[Item], trained: Sequence[Item]) -> list[int]:

@@ -16,12 +16,9 @@ from trainer.embeddings.base import Table
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.layer import ShardedEmbedding
-from trainer.embeddings.optimizers import TableUpdate, after, gather_rows
+from trainer.embeddings.optimizers import TableUpdate, after, gather_rows, scatter_rows
 from trainer.embeddings.table import FixedTable, Rows
 from trainer.step.options import ConfigError, Options
-
-# The name of the variable that has the marks of changed rows.
-_CHANGED = "changed"
 
 
 class TablePart:
@@ -30,7 +27,7 @@ class TablePart:
     Attributes:
         variable: The rows of the part.
         slots: The optimizer slots, by name.
-        colocated: All variables that an update changes besides `variable`, by name.
+        changed: The marks of changed rows, bool; None if there are none.
     """
 
     def __init__(self, layer: ShardedEmbedding, index: int, *, marks_changes: bool = False) -> None:
@@ -44,19 +41,18 @@ class TablePart:
         self.variable: tf.Variable = layer.table.parts[index]
         self._dynamic: DynamicPart | None = None
         self.slots: Mapping[str, tf.Variable]
+        self.changed: tf.Variable | None = None
         if isinstance(layer.table, DynamicTable):
             self._dynamic = layer.table.dynamic_parts[index]
             self._dynamic.marks_changes = marks_changes
             self.slots = self._dynamic.add_slots(layer.optimizer.initial_slots)
-            self.colocated = dict(self.slots)
             return
         self.slots = {
             name: self._add_variable(name, value, () if is_of_row else (layer.width,))
             for name, (value, is_of_row) in layer.optimizer.initial_slots.items()
         }
-        self.colocated = dict(self.slots)
         if marks_changes:
-            self.colocated[_CHANGED] = self._add_variable(_CHANGED, False, ())
+            self.changed = self._add_variable("changed", False, ())
 
     def _add_variable(self, name: str, value: float | bool, inner: tuple[int, ...]) -> tf.Variable:
         """Makes a variable with `value` everywhere, [rows of the part, *inner]."""
@@ -101,16 +97,12 @@ class TablePart:
             if layer.clip_norm:
                 rows = tf.clip_by_norm(rows, layer.clip_norm, axes=[1])
             rate = tf.cast(rate, rows.dtype)
-            update = TableUpdate(variable, self.colocated, ids, rows, rate, step)
+            update = TableUpdate(variable, self.slots, ids, rows, rate, step)
             done = layer.optimizer.update(update)
             with after(done):
-                if _CHANGED in self.colocated:
+                if self.changed is not None:
                     # After the change: a checkpoint that finds no mark has the row from before.
-                    done = tf.raw_ops.ResourceScatterUpdate(
-                        resource=self.colocated[_CHANGED].handle,
-                        indices=ids,
-                        updates=tf.ones_like(ids, tf.bool),
-                    )
+                    done = scatter_rows(self.changed, ids, tf.ones_like(ids, tf.bool))
             with after(done):
                 rate = tf.identity(rate)
             if held:
@@ -133,7 +125,7 @@ def saved_tables(layers: Sequence[ShardedEmbedding], parts: Sequence[TablePart])
             variables = [part.slots[name] for part in of_layer]
             shape = (num_rows, width)[: len(variables[0].shape)]
             slots[name] = Rows(variables, shape, f"{layer.table.path}/{name}")
-        changed = [part.colocated[_CHANGED] for part in of_layer if _CHANGED in part.colocated]
+        changed = [part.changed for part in of_layer if part.changed is not None]
         found.append(FixedTable(layer.table, slots, changed))
     return found
 

@@ -1,7 +1,7 @@
 """Decides which hooks a task has, and in which order they are called.
 
-    hooks = shared_hooks(parts, evaluates=True)         # of a task that writes no files
-    hooks = chief_hooks(parts, console, config_document, evaluates=True)
+    hooks = shared_hooks(parts)                         # of a task that writes no files
+    hooks = chief_hooks(parts, console, config_document)
 
 Every task that runs the loop has a learner and a checkpointer, and restores. Only the chief saves,
 writes and exports.
@@ -25,27 +25,28 @@ from trainer.hooks.digest import DigestLines
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
-from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms, Profile
-from trainer.hooks.notebook import notebook_bars
+from trainer.hooks.notebook import NotebookBar, is_kernel
+from trainer.hooks.progress import progress_writers
 from trainer.hooks.report import Report
 from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
+from trainer.hooks.stops import StopOnNonFinite
 from trainer.hooks.tracking import build_trackers
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
 from trainer.models import build_model
 from trainer.run_files import Document, RunFiles, local_dir
+from trainer.task_spec import TaskSpec
 
 _HPARAMS = ("batch_size", "learning_rate", "optimizer", "precision", "seed", "train_steps")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a task that trains."""
+    """A task that trains, and its parts."""
 
-    recipe: Recipe
-    model_dir: str
+    spec: TaskSpec
     inputs: Inputs
     input_specs: Batch
     executor: Executor
@@ -53,13 +54,10 @@ class Parts:
     checkpointer: Checkpointer
 
 
-def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
-    """The hooks of a task that writes no files, in the order of their calls.
-
-    With `evaluates` False, the cluster has an evaluator task.
-    """
+def shared_hooks(parts: Parts) -> list[Hook]:
+    """The hooks of a task that writes no files, in the order of their calls."""
     save = _save_hook(parts, None)
-    evaluation = _evaluation_hooks(parts, [], save) if evaluates else []
+    evaluation = _evaluation_hooks(parts, [], save)
     return [
         StopOnNonFinite(parts.learner.loss_scale),
         *evict_hooks(parts.learner.model, parts.executor),
@@ -69,22 +67,13 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
     ]
 
 
-def chief_hooks(
-    parts: Parts,
-    console: Console,
-    config_document: Document,
-    progress: Sequence[Writer] = (),
-    *,
-    evaluates: bool,
-    standby_every_steps: int = 0,
-) -> list[Hook]:
+def chief_hooks(parts: Parts, console: Console, config_document: Document) -> list[Hook]:
     """The hooks of the chief: the shared hooks, and the hooks that write, in their order.
 
-    `config_document` is what config.json holds. `progress` gets all reports, too. Parameter servers
-    copy their state to each other every `standby_every_steps`; 0 is never.
+    `config_document` is what config.json holds.
     """
-    recipe, config, files = parts.recipe, parts.recipe.config, RunFiles(parts.model_dir)
-    appended = RunFiles(local_dir(parts.model_dir))
+    spec, recipe, config = parts.spec, parts.spec.recipe, parts.spec.recipe.config
+    appended = RunFiles(local_dir(spec.model_dir))
     lines = build_json_lines(appended.metrics, parts.inputs, parts.learner)
     json_lines = Lossy(lines, appended.metrics)
     tensorboard = TensorBoard(
@@ -99,16 +88,17 @@ def chief_hooks(
         step = int(parts.learner.step.numpy())
         return step >= config.train_steps or any(hook.done for hook in hooks)
 
-    trackers = build_trackers(recipe, parts.model_dir, config_document, is_complete=is_complete)
+    trackers = build_trackers(recipe, spec.model_dir, config_document, is_complete=is_complete)
+    progress = progress_writers(spec.metrics_listener, spec.model_dir, config.train_steps)
     writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
     hooks += [
         StopOnNonFinite(parts.learner.loss_scale),
         *evict_hooks(parts.learner.model, parts.executor),
-        *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
+        *([] if is_s3(spec.model_dir) else [_keep_config_hook(parts, config_document)]),
         json_lines,
         lossy_tensorboard,
         console,
-        *notebook_bars(config.train_steps, parts.executor.pace),
+        *([NotebookBar(config.train_steps, parts.executor.pace)] if is_kernel() else []),
         *progress,
         Report(
             parts.executor,
@@ -120,7 +110,7 @@ def chief_hooks(
         ),
     ]
     save = _save_hook(parts, parts.checkpointer)
-    evaluation = _evaluation_hooks(parts, writers, save, lines.read) if evaluates else []
+    evaluation = _evaluation_hooks(parts, writers, save, lines.read)
     hooks += [*evaluation, *_callback_hooks(parts, evaluation)]
     if config.histogram_every_steps:
         histograms = Histograms(
@@ -138,16 +128,16 @@ def chief_hooks(
         )
         hooks.append(profile)
     if recipe.build_hooks:
-        hooks += _hooks_of_user(recipe, parts.model_dir)
+        hooks += _hooks_of_user(recipe, spec.model_dir)
     hooks.append(save)
-    if standby_every_steps:
-        hooks.append(CopyToStandby(parts.executor, parts.learner, every_steps=standby_every_steps))
+    if spec.ps_standby:
+        hooks.append(CopyToStandby(parts.executor, parts.learner, every_steps=spec.ps_standby))
     if config.export:
         specs = parts.input_specs
         export = Export(
             parts.learner,
             lambda: build_model(recipe, specs, is_trained=False),
-            files.export,
+            RunFiles(spec.model_dir).export,
             path=recipe.path,
             is_complete=is_complete,
             input_specs=specs,
@@ -211,9 +201,12 @@ def _evaluation_hooks(
     save: SaveCheckpoint,
     history: Callable[[], Sequence[Values]] = list,
 ) -> list[Hook]:
-    config = parts.recipe.config
+    """The hooks that evaluate; an empty list if an evaluator task does it."""
+    if parts.spec.has_evaluator:
+        return []
+    config = parts.spec.recipe.config
     every_steps = config.eval_every_steps
-    if not every_steps and parts.recipe.build_callbacks:
+    if not every_steps and parts.spec.recipe.build_callbacks:
         every_steps = _steps_per_epoch(parts)  # As `fit` does with validation data.
     evaluate = Evaluate(
         parts.executor,
@@ -232,16 +225,17 @@ def _evaluation_hooks(
 
 
 def _callback_hooks(parts: Parts, evaluation: Sequence[Hook]) -> list[Callbacks]:
-    callbacks = build_callbacks(parts.recipe)
+    recipe = parts.spec.recipe
+    callbacks = build_callbacks(recipe)
     if not callbacks:
         return []
     hook = Callbacks(
         parts.executor,
         parts.learner,
         callbacks,
-        path=parts.recipe.path,
+        path=recipe.path,
         steps_per_epoch=_steps_per_epoch(parts),
-        last_step=parts.recipe.config.train_steps,
+        last_step=recipe.config.train_steps,
         evaluate=next((hook for hook in evaluation if isinstance(hook, Evaluate)), None),
     )
     return [hook]
@@ -254,10 +248,10 @@ def _steps_per_epoch(parts: Parts) -> int:
 
 def _keep_config_hook(parts: Parts, document: Document) -> KeepConfig:
     return KeepConfig(
-        RunFiles(parts.model_dir),
+        RunFiles(parts.spec.model_dir),
         document,
-        every_steps=parts.recipe.config.checkpoint_every_steps,
-        last_step=parts.recipe.config.train_steps,
+        every_steps=parts.spec.recipe.config.checkpoint_every_steps,
+        last_step=parts.spec.recipe.config.train_steps,
     )
 
 
@@ -266,6 +260,6 @@ def _save_hook(parts: Parts, checkpointer: Checkpointer | None) -> SaveCheckpoin
         parts.executor,
         parts.learner,
         checkpointer,
-        every_steps=parts.recipe.config.checkpoint_every_steps,
-        last_step=parts.recipe.config.train_steps,
+        every_steps=parts.spec.recipe.config.checkpoint_every_steps,
+        last_step=parts.spec.recipe.config.train_steps,
     )

@@ -11,11 +11,6 @@ from trainer.hooks.base import Hook
 from trainer.run_files import clock
 
 
-def notebook_bars(last_step: int, pace: Pace) -> list[Hook]:
-    """A bar towards `last_step`, if this process is the kernel of a notebook."""
-    return [NotebookBar(last_step, pace)] if is_kernel() else []
-
-
 def is_kernel() -> bool:
     """Returns True in the kernel of a notebook; a shell of IPython in a terminal is none."""
     if "IPython" not in sys.modules:
@@ -32,7 +27,7 @@ def time_left(pace: Pace | None, num_steps: int) -> str:
 
 
 class NotebookBar(Hook):
-    """HTML that is replaced after each call of the executor, without a widget."""
+    """A bar towards `last_step`: HTML that is replaced after each call of the executor."""
 
     def __init__(self, last_step: int, pace: Pace) -> None:
         self._last_step = last_step

@@ -28,7 +28,7 @@ B is the number of examples of a replica's part of a batch.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
@@ -47,10 +47,9 @@ from trainer.learner.objective import Objective
 from trainer.learner.update import Update
 from trainer.learner.variables import ModelVariables
 from trainer.step.gradients import Gradient
-from trainer.step.keras_losses import KerasLoss
+from trainer.step.keras_losses import KerasLoss, ModelLoss
 from trainer.step.keras_metrics import KerasMetrics, without_padding
 from trainer.step.losses import PerExample
-from trainer.step.model_loss import ModelLoss
 from trainer.step.optimizers import check_optimizer
 from trainer.step.options import Options
 from trainer.step.random_layers import bind, drawing
@@ -150,13 +149,7 @@ class Learner:
                 options.local_steps, self.variables, others, options.last_step
             )
         self._differentiation = Differentiation(
-            variables,
-            self.objective,
-            self.loss_scale,
-            self.forward,
-            self.measure,
-            needs_seeds=self.needs_seeds,
-            micro_batches=options.micro_batches,
+            self, variables, micro_batches=options.micro_batches
         )
         if options.jit_compile:
             self.compile_with_xla()
@@ -271,14 +264,12 @@ class Learner:
         """The variables that layers change in training, each replica its own copy."""
         return self._variables.layer_state
 
-    @contextlib.contextmanager
-    def keeping_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
+    def keeping_state(self) -> contextlib.AbstractContextManager[Mapping[int, tf.Tensor]]:
         """Inside, `gradients_at` changes no variable.
 
         The mapping gets what they would be, by the index in `gradient_inputs`.
         """
-        with self._differentiation.keeping_state() as new:
-            yield new
+        return self._differentiation.keeping_state()
 
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:

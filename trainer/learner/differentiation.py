@@ -1,6 +1,6 @@
 """The gradient of a replica's part of a batch: at given values, in micro-batches, by XLA.
 
-    differentiation = Differentiation(variables, objective, None, forward, measure, ...)
+    differentiation = Differentiation(learner, variables, micro_batches=1)
     gradients, totals = differentiation.gradients_at(batch, None, training=True)
     gradients, totals = differentiation.gradients_at(batch, values, training=True)
 
@@ -10,43 +10,36 @@ that the forward pass assigns.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from strategies.base import Batch
 from strategies.gradients.parts import add_gradients, part_of_batch
-from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
 from trainer.step.gradients import Gradient
-from trainer.step.loss_scale import LossScale, unscaled
+from trainer.step.loss_scale import unscaled
 from trainer.step.xla_errors import described, is_of_xla
+
+if TYPE_CHECKING:
+    from trainer.learner import Learner
 
 log = logging.getLogger(__name__)
 
 
 class Differentiation:
-    """Differentiates an objective.
+    """Differentiates the objective of a learner, whose methods a subclass may override.
 
     Attributes:
         with_xla: The function that XLA compiles, if it does.
     """
 
     def __init__(
-        self,
-        variables: ModelVariables,
-        objective: Objective,
-        loss_scale: LossScale | None,
-        forward: Callable[..., Batch],
-        measure: Callable[..., tf.Tensor],
-        *,
-        needs_seeds: bool,
-        micro_batches: int,
+        self, learner: "Learner", variables: ModelVariables, *, micro_batches: int
     ) -> None:
-        """`forward` and `measure` are the methods of a learner, which a subclass may override."""
-        self._variables, self._objective, self._loss_scale = variables, objective, loss_scale
-        self._forward, self._measure = forward, measure
-        self._needs_seeds, self._micro_batches = needs_seeds, micro_batches
+        self._learner, self._variables = learner, variables
+        self._micro_batches = micro_batches
         self.with_xla: tf.types.experimental.PolymorphicFunction | None = None
         self._may_stop_compiling = False
         self._new: dict[int, tf.Tensor] | None = None
@@ -102,7 +95,8 @@ class Differentiation:
 
         If there are `values`, updates them too: the next micro-batch starts from them.
         """
-        scale = self._loss_scale.read() if self._loss_scale else None
+        loss_scale = self._learner.loss_scale
+        scale = loss_scale.read() if loss_scale else None
         if self.with_xla is not None:
             read = values or [tf.convert_to_tensor(variable) for variable in self._variables.inputs]
             gradients, totals, updates = self.with_xla(batch, training, read, scale)
@@ -145,18 +139,17 @@ class Differentiation:
         scale: tf.Tensor | None,
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Returns the gradient with respect to `sources`, variables or values, and totals."""
+        learner, objective = self._learner, self._learner.objective
         inputs, labels, *others = batch
-        seeds = [others.pop()] if self._needs_seeds and others else []
-        weights = self._objective.weights_of(labels, others[0] if others else None)
+        seeds = [others.pop()] if learner.needs_seeds and others else []
+        weights = objective.weights_of(labels, others[0] if others else None)
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            outputs = self._forward(inputs, *seeds, training=training)
-            losses = self._objective.losses(
-                labels, outputs, weights, inputs=inputs, training=training
-            )
-            loss, losses = self._objective.with_penalties(losses)
+            outputs = learner.forward(inputs, *seeds, training=training)
+            losses = objective.losses(labels, outputs, weights, inputs=inputs, training=training)
+            loss, losses = objective.with_penalties(losses)
             scaled = loss if scale is None else loss * scale
         gradients = tape.gradient(scaled, sources)
         if scale is not None:
             gradients = unscaled(gradients, scale)
-        return gradients, self._measure(labels, outputs, losses, weights=weights)
+        return gradients, learner.measure(labels, outputs, losses, weights=weights)

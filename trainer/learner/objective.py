@@ -23,10 +23,9 @@ from strategies.base import Batch
 from strategies.metrics import Metrics
 from trainer.embeddings.counting import lookups_of
 from trainer.learner.variables import ModelVariables
-from trainer.step.keras_losses import KerasLoss, class_weights, output_names, weighted
+from trainer.step.keras_losses import KerasLoss, ModelLoss, class_weights, output_names, weighted
 from trainer.step.keras_metrics import KerasMetrics
 from trainer.step.losses import PerExample, metric_totals, require_per_example
-from trainer.step.model_loss import ModelLoss
 from trainer.step.options import Options, matching
 
 

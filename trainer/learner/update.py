@@ -20,7 +20,6 @@ from data.system.compat.keras_optimizers import given_rate
 from strategies.base import read_now
 from trainer.embeddings.table import Rows
 from trainer.learner.variables import ModelVariables
-from trainer.step.ema import ExponentialMovingAverage
 from trainer.step.fused_updates import Update as FusedUpdate
 from trainer.step.fused_updates import fused_update, supports
 from trainer.step.gradients import Gradient, clip_gradients, to_dense
@@ -46,7 +45,8 @@ class Update:
     """Changes the variables of a learner.
 
     Attributes:
-        averages: Moving averages of the variables, in their order; empty without `options.ema`.
+        averages: Exponential moving averages (EMA) of the variables, in their order; empty without
+            `options.ema`.
         loss_scale: The scale of the loss if the model computes in float16, else None.
     """
 
@@ -72,10 +72,9 @@ class Update:
             paths = [variable.path for variable in variables.dense]
             found = matching("weight_decay.exclude", exclude, paths)
             self._is_decayed = [not is_excluded for is_excluded in found]
-        self._ema = None
+        self.averages: list[tf.Variable] = []
         if options.ema.decay:
-            self._ema = ExponentialMovingAverage(variables.trained, options.ema)
-        self.averages: Sequence[tf.Variable] = self._ema.shadow_variables if self._ema else ()
+            self.averages = [_average_of(variable) for variable in variables.trained]
         self.loss_scale = LossScale(options.loss_scale) if variables.is_float16 else None
 
     @property
@@ -83,7 +82,7 @@ class Update:
         """As `Learner.state`."""
         slots = self._variables.table_slots
         return {
-            **({"averages": self.averages} if self._ema else {}),
+            **({"averages": self.averages} if self.averages else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
             **({"table_slots": slots} if slots else {}),
         }
@@ -117,7 +116,7 @@ class Update:
         now = _Now(step, rate, factor, fused, is_finite)
         compiles = compiles and bool(summed) and self._can_compile
         if not compiles:
-            summed = self._prepared(summed, changing)
+            summed = clip_gradients(summed, changing, self._options.clip)
 
         def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
             if compiles:  # Then there are no tables.
@@ -153,12 +152,6 @@ class Update:
         has_constraint = any(v.constraint is not None for v in self._variables.dense)
         return is_one_process and is_of_keras and not has_constraint
 
-    def _prepared(
-        self, gradients: Sequence[Gradient], variables: Sequence[tf.Variable]
-    ) -> Sequence[Gradient]:
-        """Applies the options that see the summed gradients of all variables together: clipping."""
-        return clip_gradients(gradients, variables, self._options.clip)
-
     def _change_copies(
         self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Gradient
     ) -> Sequence[tf.Tensor]:
@@ -185,8 +178,8 @@ class Update:
         """Changes the copies of all variables on one device, in one program of XLA."""
 
         def change_each(changes: Sequence[Gradient]) -> list[tf.Tensor]:
-            prepared = self._prepared(changes, copies)
-            return list(map(functools.partial(self._change, now), copies, prepared, present))
+            clipped = clip_gradients(changes, copies, self._options.clip)
+            return list(map(functools.partial(self._change, now), copies, clipped, present))
 
         return list(tf.function(change_each, jit_compile=True, autograph=False)(changes))
 
@@ -220,6 +213,29 @@ class Update:
             self._optimizer.update_step(gradient, variable, now.rate)
         if (constraint := self._variables.dense[index].constraint) is not None:
             variable.assign(constraint(read_now(variable)))
-        if self._ema:
-            self._ema.update(index, variable, now.step)
+        if self.averages:
+            self._update_average(index, variable, now.step)
         return read_now(variable)
+
+    def _update_average(self, index: int, variable: tf.Variable, step: tf.Tensor) -> None:
+        """Sets average <- decay * average + (1 - decay) * variable, after a change of the variable.
+
+        It is one addition, so concurrent updates by asynchronous workers are all counted. With
+        warm-up the decay is that of TensorFlow 1's ExponentialMovingAverage(decay, num_updates=t).
+        """
+        ema = self._options.ema
+        decay = tf.constant(ema.decay, tf.float32)
+        if ema.warmup:
+            done = tf.cast(step, tf.float32)
+            decay = tf.minimum(decay, (1 + done) / (10 + done))
+        if ema.from_first_step:
+            decay = tf.where(tf.equal(step, 0), 0.0, decay)
+        average = self.averages[index]
+        difference = tf.convert_to_tensor(average) - read_now(variable)
+        average.assign_sub(tf.cast(1 - decay, variable.dtype) * difference)
+
+
+def _average_of(variable: tf.Variable) -> tf.Variable:
+    """A variable for the average of `variable`: on its device, with its value."""
+    with tf.distribute.get_strategy().extended.colocate_vars_with(variable):
+        return tf.Variable(variable.read_value(), trainable=False, name="average")

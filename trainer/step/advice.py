@@ -1,23 +1,17 @@
 """Advice on a model and a loss that do not fit each other, although training runs."""
 
-from typing import TYPE_CHECKING
-
 import keras
 
 from data.system.compat.keras_layers import maker_of
-from trainer.step.keras_losses import KerasLoss
-from trainer.step.model_loss import ModelLoss, overrides
-
-if TYPE_CHECKING:
-    from strategies.base import Batch
-    from trainer.step.keras_losses import LossSpec
-    from trainer.step.losses import PerExample
+from strategies.base import Batch
+from trainer.step.keras_losses import KerasLoss, LossSpec, ModelLoss, overrides
+from trainer.step.losses import PerExample
 
 
 def advice(
     model: keras.Model,
-    given_loss: "LossSpec | None",
-    loss: "PerExample | KerasLoss | ModelLoss",
+    given_loss: LossSpec | None,
+    loss: PerExample | KerasLoss | ModelLoss,
     path: str,
 ) -> list[str]:
     """Returns lines for the user; empty if nothing is remarkable.
@@ -50,7 +44,7 @@ def advice(
     return lines
 
 
-def shape_advice(labels: "Batch", outputs: "Batch") -> str:
+def shape_advice(labels: Batch, outputs: Batch) -> str:
     """Names the layer that is probably missing if `outputs` have too many axes; else ""."""
     labels_shape, outputs_shape = getattr(labels, "shape", ()), getattr(outputs, "shape", ())
     if len(labels_shape) != 1 or len(outputs_shape) <= 2:

@@ -213,7 +213,7 @@ class WeightDecayConfig:
 
 @dataclass
 class EmaConfig:
-    """An exponential moving average of the trained weights; see trainer/step/ema.py.
+    """An exponential moving average of the trained weights; see trainer/learner/update.py.
 
     Evaluation and export use the averages instead of the weights; checkpoints have both.
 
