@@ -36,7 +36,7 @@ from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_w
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
-from strategies.lost_peers import PeerLostError, loss_of
+from strategies.lost_peers import LOSSES, PeerLostError, loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.step_marks import StepMarks
@@ -54,12 +54,7 @@ _LINGER_SECS = 0.3
 _GATHER_KEY, _TOTALS_KEY = 1, 2
 
 # The errors TensorFlow raises when a peer of a collective has died or has given up.
-_LOST = (
-    tf.errors.UnavailableError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-)
+_LOST = (*LOSSES, tf.errors.CancelledError)
 
 
 @dataclass
@@ -287,8 +282,7 @@ class MultiWorkerExecutor(MirroredExecutor):
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         self._next_batch_of_rounds = self.position.next_batch
-        with self._losses_explained("during a step"):
-            finished = super()._run(num_steps)
+        finished = super()._run(num_steps)
         self._has_trained.set()
         before, self._waited_before = self._waited_before, float(self._waited.numpy())
         self.stopwatch.carve("sum wait", self._waited_before - before)
@@ -324,11 +318,6 @@ class MultiWorkerExecutor(MirroredExecutor):
         return summed
 
     @override
-    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
-        with self._losses_explained("in evaluation"):
-            return super()._evaluate(first_batch, num_batches)
-
-    @override
     def close(self, exit_code: int = 0) -> None:
         """Waits for all workers, because the coordination service kills those that remain.
 
@@ -338,6 +327,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         self.gathered(0)
         time.sleep(_LINGER_SECS)
 
+    @override
     @contextlib.contextmanager
     def _losses_explained(self, when: str) -> Iterator[None]:
         """Raises PeerLostError for a failed collective; names the workers that do not answer.

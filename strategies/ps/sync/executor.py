@@ -31,7 +31,7 @@ from data.tickets import pack_tickets
 from strategies.base import Tensor, value_of
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
-from strategies.lost_peers import PeerLostError, losses_explained
+from strategies.lost_peers import PeerLostError
 from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.executor import ParameterServerExecutor
@@ -161,8 +161,7 @@ class SynchronousExecutor(ParameterServerExecutor):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         started = time.monotonic()
         plan = self._plan(num_steps)
-        with losses_explained():
-            self._end_old_loops()
+        self._end_old_loops()
         aggregator = in_background(lambda: self._aggregate(num_steps))
         try:
             self._keep_loops_running(aggregator, plan, num_steps)
@@ -171,8 +170,7 @@ class SynchronousExecutor(ParameterServerExecutor):
                 with contextlib.suppress(tf.errors.OpError):  # Perhaps its ps was lost.
                     self._buffers.tell(Kind.STOP, self._num_sub_batches)
             raise
-        with losses_explained():
-            totals = aggregator.result()
+        totals = aggregator.result()
         seconds = time.monotonic() - started
         if self._seen_workers is None or self._shares_workers:
             self._secs_per_round = seconds / num_steps
@@ -244,14 +242,12 @@ class SynchronousExecutor(ParameterServerExecutor):
             done |= final - old
             old -= set(ended)
             if time.monotonic() >= progressed + patience:
-                with losses_explained():
-                    latest = int(value_of(self._learner.step))
-                    if latest == step:
-                        # Makes each assignment the last of its loop from now on, and ends loops
-                        # that wait. A worker that is present can then take over the loop of a
-                        # missing worker.
-                        self._buffers.tell(Kind.NUDGE, self._num_sub_batches)
-                        done.clear()  # The last round may have to be repeated.
+                latest = int(value_of(self._learner.step))
+                if latest == step:
+                    # Makes each assignment the last of its loop from now on, and ends loops that
+                    # wait. A worker that is present can then take over that of a missing worker.
+                    self._buffers.tell(Kind.NUDGE, self._num_sub_batches)
+                    done.clear()  # The last round may have to be repeated.
                 progressed, step = time.monotonic(), latest
 
     def _slots_to_begin(self, done: Collection[int]) -> list[int]:
@@ -280,7 +276,7 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._used_graphs.add(f"worker loop, {loop.num_unrolled}")
             self._secs_per_round = _FIRST_ROUND_SECS
         inputs = loop.inputs(slot, *plan)
-        with losses_explained(), tf.device(self.io_device):
+        with tf.device(self.io_device):
             self._loops.begin(slot, self._coordinator.schedule(loop.graph, args=(inputs,)))
 
     @override
