@@ -7,6 +7,7 @@ All must be called before TensorFlow has initialised a device.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -103,8 +104,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     if (listed := env.get(_VISIBLE)) is not None:
         names = [name.strip() for name in listed.split(",")]
         # CUDA ignores what follows an unknown name; "-1" and "" are used to hide all.
-        known = [not name or name.startswith("-") for name in names]
-        return names[: known.index(True)] if True in known else names
+        return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
     try:
         found = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
     except OSError:

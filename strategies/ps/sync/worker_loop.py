@@ -146,11 +146,8 @@ class WorkerLoop:
         row, values = read_variables(learner, at_queue, self.read_dtype)
         assignment = unpack(Assignment, row)
         is_computed = (assignment.attempt >= 0) & tf.not_equal(assignment.step, NONE)
-        variables, num_dense, parts = (
-            buffers.sent,
-            buffers.num_dense,
-            buffers.sent[buffers.num_dense :],
-        )
+        variables, num_dense = buffers.sent, buffers.num_dense
+        parts = variables[num_dense:]
         present: list[int] = []  # The indices of dense gradients that are not None.
 
         def compute() -> _BranchResult:
