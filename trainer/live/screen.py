@@ -116,17 +116,15 @@ def _progress(status: Status, width: int, is_ascii: bool) -> Text:
 
 
 def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
-    curves = {
-        name: (status.curve("train", name), status.curve("eval", name), _four_digits)
+    lines: list[tuple[str, list[float], list[float], Callable[[float], str]]] = [
+        (name, status.curve("train", name), status.curve("eval", name), _four_digits)
         for name in status.metrics()
-    }
-    rates = status.curve("train", "examples_per_sec")
-    # Third: the first lines stay on a small screen.
-    names = [*list(curves)[:2], *(["examples/s"] if rates else []), *list(curves)[2:]]
-    curves["examples/s"] = (rates, [], "{:,.0f}".format)
-    has_evaluations = any(evaluated for _, evaluated, _ in curves.values())
+    ]
+    if rates := status.curve("train", "examples_per_sec"):
+        lines.insert(2, ("examples/s", rates, [], "{:,.0f}".format))  # Small screens cut the end.
+    has_evaluations = any(evaluated for _, _, evaluated, _ in lines)
     eval_width = 14 if width >= 44 and has_evaluations else 0
-    return [_metric(name, *curves[name], width, eval_width, is_ascii) for name in names]
+    return [_metric(*line, width, eval_width, is_ascii) for line in lines]
 
 
 def _four_digits(value: float) -> str:
