@@ -87,10 +87,10 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
         local = learner.local_steps
         is_timed = local is not None and local.every_secs > 0
-        self._marks = self._new_marks()
-        if local and self._marks:
+        marks = self._marks = self._new_marks()
+        if local and marks:
             self._rounds = LocalRounds(
-                self.strategy, local, self._marks, self._all_reduced, self._summed_over_replicas
+                self.strategy, local, marks, self._all_reduced, self._summed_over_replicas
             )
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
@@ -99,7 +99,8 @@ class MirroredExecutor(Executor):
                 learner.apply(local.own(gradients))
             else:
                 gradients, metrics = self._gradients(batch)
-                learner.apply(self._begun(self._all_reduced(gradients)))
+                gradients = self._all_reduced(gradients)
+                learner.apply(marks.begun(gradients) if marks else gradients)
             return totals + metrics
 
         run_step = self._in_all_replicas(step, compiles=self._compiles_complete_steps)
@@ -182,14 +183,6 @@ class MirroredExecutor(Executor):
             return tensors
         with tf.control_dependencies([self._marks.complete()]):
             return tf.nest.map_structure(tf.identity, tensors)
-
-    @no_autograph
-    def _begun(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Called in the graph, in replica context, before a step changes variables by `gradients`.
-
-        Returns `gradients`.
-        """
-        return gradients if self._marks is None else self._marks.begun(gradients)
 
     def _all_reduced(
         self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
