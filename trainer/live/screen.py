@@ -192,9 +192,6 @@ def _columns(status: Status, tasks: Sequence[TaskStatus]) -> dict[str, list[str]
     def number(form: str, value: Callable[[TaskStatus], float]) -> Callable[[TaskStatus], str]:
         return lambda task: "" if math.isnan(value(task)) else form.format(value(task))
 
-    def memory(task: TaskStatus) -> str:
-        return "" if task.num_bytes is None else f"{task.num_bytes / _MIB:,.0f} MiB"
-
     values: dict[str, Callable[[TaskStatus], str]] = {
         "task": lambda task: task.name,
         "state": lambda task: task.state if task.pid or task.state != TRAINING else "",
@@ -202,7 +199,7 @@ def _columns(status: Status, tasks: Sequence[TaskStatus]) -> dict[str, list[str]
         "share": number("{:.0%}", lambda task: task.share),
         "staleness": number("{:.1f}", lambda task: task.staleness),
         "restarts": lambda task: "" if task.pid is None else str(task.restarts),
-        "memory": memory,
+        "memory": number("{:,.0f} MiB", lambda task: task.num_bytes / _MIB),
         "CPU": number("{:.0f}%", lambda task: task.cpu),
     }
     columns = {}
