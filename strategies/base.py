@@ -246,7 +246,7 @@ class Executor(abc.ABC):
         this record of the resumed run, if there is one; only the chief's counts.
 
         Raises:
-            PositionError: `position` has open sub-batches, which this executor would leave out.
+            UsageError: `position` has open sub-batches, which this executor would leave out.
         """
         self._learner, self._evaluation = learner, evaluation
         self._replica_examples = source.order.batch_size // self.replicas_per_step
@@ -275,7 +275,7 @@ class Executor(abc.ABC):
         Raises:
             PeerLostError: a task without which no step is possible is lost.
             DataFaultError: the data of these steps cannot be read or used.
-            OutOfMemoryError: they need more memory than a device has.
+            UsageError: they need more memory than a device has.
         """
         metrics = Metrics()
         while num_steps > 0 and not self.stopping:

@@ -22,8 +22,8 @@ from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
 from data.system.compat.autograph import no_autograph
+from data.system.errors import UsageError
 from strategies.base import STEPS, Batch, Executor, Learner, Tensor
-from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
@@ -74,7 +74,7 @@ class MirroredExecutor(Executor):
     def _prepare(self, source: Reader, position: Position) -> None:
         local = self._learner.local_steps
         if local and local.overlaps and self._has_gpus and self.num_replicas > 1:
-            raise DeviceError(
+            raise UsageError(
                 "config.local_steps.overlap is for CPUs: sums between GPUs need one order, and two "
                 "graphs that sum at the same time have none. Leave it out, or type --num_gpus=0."
             )

@@ -25,13 +25,13 @@ from data.system.compat.autograph import no_autograph
 from data.system.compat.collective_abort import abort_collectives
 from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
+from data.system.errors import UsageError
 from strategies.base import Batch, Tensor
 from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
 from strategies.division import Division, parts_of
-from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
@@ -159,7 +159,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         """
         learner = self._learner
         if learner.virtual_replicas and not cpu_of_worker(self.strategy):
-            raise DeviceError(
+            raise UsageError(
                 f"config.virtual_replicas={learner.virtual_replicas} under multiworker needs one "
                 "replica on the CPU of each worker: the order of sums between GPUs is that of "
                 "NCCL. Type --replicas=1 --num_gpus=0, or --strategy=mirrored."
