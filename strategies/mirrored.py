@@ -213,9 +213,8 @@ class MirroredExecutor(Executor):
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         self._used_graphs.add("run")
-        rounds, sizes = self._rounds, [num_steps]
+        rounds, sizes = self._rounds, self._sizes_of_rounds(num_steps)
         if rounds:
-            sizes = self._sizes_of_rounds(num_steps)
             rounds.begin()
         metrics, seconds = Metrics(), 0.0
         for index, size in enumerate(sizes):
