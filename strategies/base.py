@@ -18,7 +18,6 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -36,8 +35,6 @@ from strategies.worker_stats import WorkerStats
 
 # What changes the variables in `_run`: an argument of `Executor.changing`.
 STEPS = "steps"
-# For `Executor.start`: a run that resumes nothing, or has nothing to record.
-NO_RECORD: Mapping[str, float] = MappingProxyType({})
 
 # A tensor; among gradients also tf.IndexedSlices, or None for a variable without a gradient.
 Tensor: TypeAlias = tf.Tensor
@@ -49,7 +46,6 @@ Made = TypeVar("Made")
 
 # What to do if there was not enough memory.
 _SMALLER_STEP = "Raise --config.micro_batches (the same step in less memory) or lower --batch_size"
-_SMALLER_EVALUATION = "Lower --config.eval_batch_size, which is --batch_size by default"
 
 
 class Learner(Protocol):
@@ -241,26 +237,26 @@ class Executor(abc.ABC):
         source: Reader,
         evaluation: Reader,
         position: Position,
-        recorded: Mapping[str, float] = NO_RECORD,
+        recorded: Mapping[str, float] | None = None,
     ) -> Mapping[str, float]:
         """Prepares `run` on the examples of `source` from `position`, and `evaluate`.
 
         Called once, in all tasks together, after the variables are created and restored. Returns
         the choices that config.json records, because a resumed run must repeat them. `recorded` is
-        this record of the resumed run; only the chief's counts.
+        this record of the resumed run, if there is one; only the chief's counts.
 
         Raises:
-            PositionError: `position` has open sub-batches, which this executor would leave out.
+            UsageError: `position` has open sub-batches, which this executor would leave out.
         """
         self._learner, self._evaluation = learner, evaluation
         self._replica_examples = source.order.batch_size // self.replicas_per_step
-        chosen = self._choose(recorded)
+        chosen = self._choose(recorded or {})
         self._prepare(source, position)
         return chosen
 
     def _choose(self, recorded: Mapping[str, float]) -> Mapping[str, float]:
         """Makes the choices of `start`; returns their record."""
-        return NO_RECORD
+        return {}
 
     @abc.abstractmethod
     def _prepare(self, source: Reader, position: Position) -> None:
@@ -279,7 +275,7 @@ class Executor(abc.ABC):
         Raises:
             PeerLostError: a task without which no step is possible is lost.
             DataFaultError: the data of these steps cannot be read or used.
-            OutOfMemoryError: they need more memory than a device has.
+            UsageError: they need more memory than a device has.
         """
         metrics = Metrics()
         while num_steps > 0 and not self.stopping:
@@ -288,7 +284,8 @@ class Executor(abc.ABC):
             waited_before = self._input_secs
             self.stopwatch.switch("compute" if num_graphs else "graph")
             smaller = f"{_SMALLER_STEP}: now a replica has {self._replica_examples:,} examples"
-            with errors_explained(smaller), self.changing(STEPS):
+            losses_explained = self._losses_explained("during a step")
+            with errors_explained(smaller), losses_explained, self.changing(STEPS):
                 more, seconds = self._run(size)
             if len(self._used_graphs) > num_graphs:  # The call compiled a graph.
                 self.stopwatch.relabel("graph")
@@ -309,9 +306,8 @@ class Executor(abc.ABC):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """Runs `num_steps` steps, sets `stopping`, and returns the metrics and the duration.
 
-        Adds the names of the graphs that it uses to `_used_graphs`.
-
-        Returns the same duration in all tasks that run the loop: it decides the next call's size.
+        Adds the names of the graphs that it uses to `_used_graphs`. Returns the same duration in
+        all tasks that run the loop: it decides the next call's size.
         """
 
     @property
@@ -350,12 +346,13 @@ class Executor(abc.ABC):
         errors of `run`.
         """
         metrics = Metrics()
+        smaller = "Lower --config.eval_batch_size, which is --batch_size by default"
         first, end, unit = 0, self._evaluation.num_evaluation_batches, self._evaluation_unit
         with self.stopwatch.spend("evaluate" if self._has_evaluated else "graph"):
             while first < end:
                 # Batches past the end are empty and count nothing.
                 num_units = min(self._evaluation_size.size, -(-(end - first) // unit))
-                with errors_explained(_SMALLER_EVALUATION):
+                with errors_explained(smaller), self._losses_explained("in evaluation"):
                     metrics, seconds = self._evaluate(first, num_units * unit)
                 if not self._has_evaluated:  # The first call compiled the graph.
                     self._has_evaluated = True
@@ -380,6 +377,10 @@ class Executor(abc.ABC):
         order of the batches, from 0; `num_batches` is a multiple of `_evaluation_unit`. The result
         must be bitwise equal for every division into calls.
         """
+
+    def _losses_explained(self, when: str) -> contextlib.AbstractContextManager[None]:
+        """Inside, errors of TensorFlow become PeerLostErrors if another task was lost."""
+        return contextlib.nullcontext()
 
     # Reports and agreement.
 

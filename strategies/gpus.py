@@ -7,6 +7,7 @@ All must be called before TensorFlow has initialised a device.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -26,10 +27,6 @@ log = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LEAST_MIB = 512  # cuDNN and cuBLAS need some hundred for themselves.
-
-
-class DeviceError(UsageError):
-    """The devices cannot do what is asked for, or there are too few. Exit code 2."""
 
 
 def choose_gpus(
@@ -103,8 +100,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     if (listed := env.get(_VISIBLE)) is not None:
         names = [name.strip() for name in listed.split(",")]
         # CUDA ignores what follows an unknown name; "-1" and "" are used to hide all.
-        known = [not name or name.startswith("-") for name in names]
-        return names[: known.index(True)] if True in known else names
+        return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
     try:
         found = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
     except OSError:
@@ -118,12 +114,12 @@ def use_gpus(num_gpus: int | None) -> int:
     Their memory is taken as it is needed.
 
     Raises:
-        DeviceError: there are fewer GPUs.
+        UsageError: there are fewer GPUs.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if num_gpus is not None:
         if num_gpus > len(gpus):
-            raise DeviceError(
+            raise UsageError(
                 f"--num_gpus={num_gpus}, but TensorFlow sees {len(gpus)} GPU(s) here. "
                 f"Use fewer, or install what NVIDIA's GPUs need: {install_command('cuda')}"
             )
@@ -186,7 +182,7 @@ def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
     With more replicas than GPUs, each GPU is divided into logical GPUs; without GPUs, the CPU is.
 
     Raises:
-        DeviceError: the free memory of the GPUs is unknown, or too small for the replicas.
+        UsageError: the free memory of the GPUs is unknown, or too small for the replicas.
     """
     num_replicas = num_replicas or num_gpus or 1
     if 0 < num_gpus < num_replicas:
@@ -222,7 +218,7 @@ def memory_limits(free_mib: Sequence[int], num_replicas: int) -> list[list[int]]
     `free_mib` is the free memory of each GPU. A tenth of it is left for CUDA and its libraries.
 
     Raises:
-        DeviceError: a logical GPU would have less than _LEAST_MIB.
+        UsageError: a logical GPU would have less than _LEAST_MIB.
     """
     each, remaining = divmod(num_replicas, len(free_mib))
     numbers = [each + (index < remaining) for index in range(len(free_mib))]
@@ -230,7 +226,7 @@ def memory_limits(free_mib: Sequence[int], num_replicas: int) -> list[list[int]]
         [int(0.9 * free) // number] * number for free, number in zip(free_mib, numbers, strict=True)
     ]
     if (least := min(map(min, limits))) < _LEAST_MIB:
-        raise DeviceError(
+        raise UsageError(
             f"--replicas={num_replicas} on {len(free_mib)} GPU(s) leaves {least} MiB of memory for "
             f"a replica, which needs {_LEAST_MIB} MiB or more. Use fewer replicas, end other "
             "programs on the GPU (nvidia-smi shows them), or type --num_gpus=0."
@@ -246,7 +242,7 @@ def _free_mib(names: Sequence[str]) -> list[int]:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
         return [int(line) for _, line in zip(names, done.stdout.splitlines(), strict=True)]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise DeviceError(
+        raise UsageError(
             f"More --replicas than GPUs need the free memory of each GPU, but "
             f"{shlex.join(command)} does not print it ({error}). Use at most one replica a GPU, or "
             "--num_gpus=0 for replicas on the CPU."

@@ -12,8 +12,7 @@ an op that waits for it is cancelled, which happens when a worker ends. The next
 second lock. Two graphs hold both only if several workers end while others wait.
 """
 
-import os
-import time
+import uuid
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -23,7 +22,7 @@ from data.system.compat.autograph import no_autograph
 
 def make_locks(name: str) -> list[tf.Tensor]:
     """Makes the two locks on the current device: resources with a unique name."""
-    unique = f"{name}-{os.getpid()}-{time.time_ns()}"
+    unique = f"{name}-{uuid.uuid4().hex}"
     return [tf.raw_ops.MutexV2(shared_name=f"{unique}-{i}") for i in range(2)]
 
 

@@ -18,7 +18,7 @@ from data.system.errors import reason_lines
 _SERVER = "A parameter server was lost"
 
 # DeadlineExceededError is that of a message.
-_LOSSES = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError)
+LOSSES = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError)
 
 # Other errors: type, a part of the message, and what was lost. None: the resource that the caller
 # waited for.
@@ -62,7 +62,7 @@ def loss_of(error: BaseException, what: str = _SERVER) -> str | None:
 
     `what` was lost if the error does not say it.
     """
-    if isinstance(error, (PeerLostError, *_LOSSES)):
+    if isinstance(error, (PeerLostError, *LOSSES)):
         return what
     message = str(error)
     for kind, part, found in _FOUND_BY_MESSAGE:

@@ -22,8 +22,8 @@ from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
 from data.system.compat.autograph import no_autograph
+from data.system.errors import UsageError
 from strategies.base import STEPS, Batch, Executor, Learner, Tensor
-from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
@@ -52,8 +52,6 @@ class MirroredExecutor(Executor):
         self._bucket_bytes: float = _GPU_BUCKET_BYTES if self._has_gpus else _CPU_BUCKET_BYTES
         self._local_replicas = self._replicas_of_this_process()
         self._num_parts = 0  # Of the share of a replica, with config.virtual_replicas.
-        # Runs a round of local steps that are counted by time, and returns what the graph returns.
-        self._run_by_time: Callable[[int], tuple[tf.Tensor, tf.Tensor, Batch]] | None = None
         self._marks: StepMarks | None = None
         self._rounds: LocalRounds | None = None
         self._seconds = {"run": 0.0, "evaluate": 0.0}
@@ -76,7 +74,7 @@ class MirroredExecutor(Executor):
     def _prepare(self, source: Reader, position: Position) -> None:
         local = self._learner.local_steps
         if local and local.overlaps and self._has_gpus and self.num_replicas > 1:
-            raise DeviceError(
+            raise UsageError(
                 "config.local_steps.overlap is for CPUs: sums between GPUs need one order, and two "
                 "graphs that sum at the same time have none. Leave it out, or type --num_gpus=0."
             )
@@ -89,10 +87,10 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
         local = learner.local_steps
         is_timed = local is not None and local.every_secs > 0
-        self._marks = self._new_marks()
-        if local and self._marks:
+        marks = self._marks = self._new_marks()
+        if local and marks:
             self._rounds = LocalRounds(
-                self.strategy, local, self._marks, self._all_reduced, self._summed_over_replicas
+                self.strategy, local, marks, self._all_reduced, self._summed_over_replicas
             )
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
@@ -101,7 +99,8 @@ class MirroredExecutor(Executor):
                 learner.apply(local.own(gradients))
             else:
                 gradients, metrics = self._gradients(batch)
-                learner.apply(self._begun(self._all_reduced(gradients)))
+                gradients = self._all_reduced(gradients)
+                learner.apply(marks.begun(gradients) if marks else gradients)
             return totals + metrics
 
         run_step = self._in_all_replicas(step, compiles=self._compiles_complete_steps)
@@ -185,14 +184,6 @@ class MirroredExecutor(Executor):
         with tf.control_dependencies([self._marks.complete()]):
             return tf.nest.map_structure(tf.identity, tensors)
 
-    @no_autograph
-    def _begun(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Called in the graph, in replica context, before a step changes variables by `gradients`.
-
-        Returns `gradients`.
-        """
-        return gradients if self._marks is None else self._marks.begun(gradients)
-
     def _all_reduced(
         self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
     ) -> Sequence[Tensor]:
@@ -222,25 +213,17 @@ class MirroredExecutor(Executor):
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         self._used_graphs.add("run")
-        rounds, sizes = self._rounds, [num_steps]
+        rounds, sizes = self._rounds, self._sizes_of_rounds(num_steps)
         if rounds:
-            sizes = self._sizes_of_rounds(num_steps)
             rounds.begin()
         metrics, seconds = Metrics(), 0.0
         for index, size in enumerate(sizes):
             started = time.monotonic()
             try:
-                if self._run_by_time is not None:
-                    finished = self._run_by_time(size)
-                else:
-                    arguments = self._feed.take(size), self._next_batch, tf.constant(size, tf.int64)
-                    finished = self._run_in_graph(*arguments, self._own_status("run"))
-                totals, summed_status, self._next_batch = finished
+                totals, summed_status, self._next_batch = self._run_round(size)
             except tf.errors.OpError as error:
                 if self._learner.stop_compiling(error):
-                    self._prepare_run()
-                    self.start_evaluation(self._learner, self._evaluation)
-                    self._set_position(self.position)
+                    self._prepare(self._source, self.position)
                     return self._run(num_steps)
                 # An iteration of the loop in the graph begins, with this op, when all ops of the
                 # one before have ended; and no variable changes without the batch.
@@ -261,6 +244,14 @@ class MirroredExecutor(Executor):
             self.stopwatch.carve("sum wait", rounds.go_on())
             self.on_progress()
         return metrics, seconds
+
+    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
+        """Runs `num_steps` steps without an average between; returns what the graph returns."""
+        taken, number = self._feed.take(num_steps), tf.constant(num_steps, tf.int64)
+        totals, status, following = self._run_in_graph(
+            taken, self._next_batch, number, self._own_status("run")
+        )
+        return totals, status, following
 
     @property
     @override

@@ -25,18 +25,18 @@ from data.system.compat.autograph import no_autograph
 from data.system.compat.collective_abort import abort_collectives
 from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
+from data.system.errors import UsageError
 from strategies.base import Batch, Tensor
 from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
 from strategies.division import Division, parts_of
-from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
-from strategies.lost_peers import PeerLostError, loss_of
+from strategies.lost_peers import LOSSES, PeerLostError, loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.step_marks import StepMarks
@@ -54,12 +54,7 @@ _LINGER_SECS = 0.3
 _GATHER_KEY, _TOTALS_KEY = 1, 2
 
 # The errors TensorFlow raises when a peer of a collective has died or has given up.
-_LOST = (
-    tf.errors.UnavailableError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-)
+_LOST = (*LOSSES, tf.errors.CancelledError)
 
 
 @dataclass
@@ -164,7 +159,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         """
         learner = self._learner
         if learner.virtual_replicas and not cpu_of_worker(self.strategy):
-            raise DeviceError(
+            raise UsageError(
                 f"config.virtual_replicas={learner.virtual_replicas} under multiworker needs one "
                 "replica on the CPU of each worker: the order of sums between GPUs is that of "
                 "NCCL. Type --replicas=1 --num_gpus=0, or --strategy=mirrored."
@@ -246,7 +241,6 @@ class MultiWorkerExecutor(MirroredExecutor):
         if local and local.every_secs:
             self._division = Division(local.every_secs, len(self._cluster.trainers))
             self._sum_in_graph = tf.function(self._sum_over_replicas)
-            self._run_by_time = self._run_own_part
 
     @override
     def _sizes_of_rounds(self, num_steps: int) -> list[int]:
@@ -256,11 +250,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         left = local.last_step - int(self._learner.step.numpy())
         return division.sizes(num_steps, left if left > 0 else math.inf)
 
-    def _run_own_part(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
-        """This worker makes its part of a round of `num_steps` batches."""
+    @override
+    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
+        """With local steps by time, this worker makes its part of `num_steps` batches."""
         division, rounds = self._division, self._rounds
-        assert division is not None
-        assert rounds is not None
+        if division is None or rounds is None:
+            return super()._run_round(num_steps)
         trainers, began = self._cluster.trainers, time.monotonic()
         numbers, worker = division.of(num_steps), trainers.index(self._cluster.task)
         own, num_lanes = numbers[worker], self._source.order.lanes // len(trainers)
@@ -287,8 +282,7 @@ class MultiWorkerExecutor(MirroredExecutor):
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         self._next_batch_of_rounds = self.position.next_batch
-        with self._losses_explained("during a step"):
-            finished = super()._run(num_steps)
+        finished = super()._run(num_steps)
         self._has_trained.set()
         before, self._waited_before = self._waited_before, float(self._waited.numpy())
         self.stopwatch.carve("sum wait", self._waited_before - before)
@@ -324,11 +318,6 @@ class MultiWorkerExecutor(MirroredExecutor):
         return summed
 
     @override
-    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
-        with self._losses_explained("in evaluation"):
-            return super()._evaluate(first_batch, num_batches)
-
-    @override
     def close(self, exit_code: int = 0) -> None:
         """Waits for all workers, because the coordination service kills those that remain.
 
@@ -338,6 +327,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         self.gathered(0)
         time.sleep(_LINGER_SECS)
 
+    @override
     @contextlib.contextmanager
     def _losses_explained(self, when: str) -> Iterator[None]:
         """Raises PeerLostError for a failed collective; names the workers that do not answer.

@@ -12,10 +12,6 @@ from data.system.errors import UsageError
 from strategies.worker_stats import WorkerStats
 
 
-class PositionError(UsageError):
-    """This executor cannot resume from a checkpoint of another topology. Exit code 2."""
-
-
 @dataclass(frozen=True)
 class Position:
     """The part of the endless training order that no step has consumed yet.
@@ -57,7 +53,7 @@ class Reached(NamedTuple):
 
 
 def refuse_open_sub_batches(position: Position, order: Order) -> None:
-    """Raises PositionError if `position` has open sub-batches; names the flags that can resume."""
+    """Raises UsageError if `position` has open sub-batches; names the flags that can resume."""
     if position.open_sub_batches:
         open_lanes = {range(first, last + 1) for _, first, last in position.open_sub_batches}
         # The smallest number of sub-batches among which are all that are open.
@@ -67,7 +63,7 @@ def refuse_open_sub_batches(position: Position, order: Order) -> None:
             if number == order.lanes
             or open_lanes <= {replica_lanes(order.lanes, i, number) for i in range(number)}
         )
-        raise PositionError(
+        raise UsageError(
             f"The checkpoint has {len(position.open_sub_batches)} unfinished sub-batch(es) of "
             "backup workers. Continue with --strategy=ps --sync_replicas --replicas_to_aggregate="
             f"{num_sub_batches}, or give another --model_dir."

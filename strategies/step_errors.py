@@ -21,13 +21,9 @@ class DataFaultError(RuntimeError):
     """TensorFlow could not read, parse or use the data of a step; its cause says more."""
 
 
-class OutOfMemoryError(UsageError):
-    """A step or an evaluation needs more memory than its device has. Exit code 2."""
-
-
 @contextlib.contextmanager
 def errors_explained(smaller: str) -> Iterator[None]:
-    """Raises DataFaultError or OutOfMemoryError in place of errors of TensorFlow.
+    """Raises DataFaultError or UsageError in place of errors of TensorFlow.
 
     `smaller` says what to do if there was not enough memory.
     """
@@ -45,13 +41,13 @@ def errors_explained(smaller: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_explained(smaller: str) -> Iterator[None]:
-    """Raises OutOfMemoryError in place of TensorFlow's error; `smaller` says what to do."""
+    """Raises UsageError in place of TensorFlow's error; `smaller` says what to do."""
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
         if not _MEMORY.search(error.message):
             raise
-        raise OutOfMemoryError(
+        raise UsageError(
             f"There is not enough memory: {_cause(error.message)}{_peaks()}. {smaller}. On a GPU, "
             "--config.precision=mixed_bfloat16 needs half of it for activations."
         ) from error

@@ -75,14 +75,8 @@ class StepMarks:
         """The same gradients, once all of them are there. In replica context."""
 
         def mark(_: tf.distribute.Strategy, *of_replicas: Tensor) -> tf.Tensor:
-            parts = [
-                tensor
-                for gradient in of_replicas
-                for tensor in tf.nest.flatten(
-                    self._strategy.experimental_local_results(gradient), expand_composites=True
-                )
-            ]
-            with tf.control_dependencies(parts):
+            parts = [self._strategy.experimental_local_results(each) for each in of_replicas]
+            with tf.control_dependencies(tf.nest.flatten(parts, expand_composites=True)):
                 begun = self._is_changing.assign(True).op
             with tf.control_dependencies([begun]):
                 return tf.constant(0)

@@ -103,10 +103,7 @@ def free_ports(num_ports: int) -> list[int]:
     Raises:
         OSError: there are too few free ports.
     """
-    try:
-        first_outgoing = int(_PORT_RANGE_FILE.read_text().split()[0])
-    except OSError:  # Not Linux.
-        first_outgoing = 0
+    first_outgoing, *_ = outgoing_ports() or [0]
     candidates = range(10_000, first_outgoing)
     tries: Iterable[int] = [0] * num_ports
     if len(candidates) >= 100 * num_ports:
@@ -126,6 +123,14 @@ def free_ports(num_ports: int) -> list[int]:
                         _keep(reservation)
                 return ports
     raise OSError(f"This machine has no {num_ports} free ports")
+
+
+def outgoing_ports() -> list[int]:
+    """The first and the last port of outgoing connections; empty if this is not Linux."""
+    try:
+        return [int(number) for number in _PORT_RANGE_FILE.read_text().split()]
+    except OSError:
+        return []
 
 
 def _keep(reservation: socket.socket) -> None:

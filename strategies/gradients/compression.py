@@ -17,17 +17,13 @@ rounding of one gradient, not bit for bit. A sum over replicas is rounded again,
 Rows of embeddings have no residual.
 """
 
-import itertools
-import os
-import time
+import uuid
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
 from strategies.base import Tensor
-
-_name_counter = itertools.count()
 
 
 class Compression:
@@ -57,7 +53,7 @@ class Compression:
     def forget_residuals(self) -> None:
         """Starts without residuals in all graphs that are traced from now on."""
         # Residuals are found by this name, and live until the process ends.
-        self._name = f"residual-{os.getpid()}-{time.time_ns()}-{next(_name_counter)}"
+        self._name = f"residual-{uuid.uuid4().hex}"
 
     @no_autograph
     def compress_all(

@@ -24,7 +24,6 @@ from typing_extensions import override
 from data.system.background import in_background
 from strategies.base import value_of
 from strategies.cluster.tf_config import Cluster
-from strategies.lost_peers import losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.asynchronous_steps import AsynchronousSteps
@@ -188,8 +187,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         size_to_trace, self._size_to_trace = self._size_to_trace, None
         if size_to_trace is not None:
             self._used_graphs.add(f"{size_to_trace} unrolled")
-            with losses_explained():
-                self._train_unrolled[size_to_trace].trace(self.strategy)
+            self._train_unrolled[size_to_trace].trace(self.strategy)
         sizes = closure_sizes(num_steps - len(again), self._closure_size(num_steps), runs)
         # Each is waited for on a thread: the coordinator cannot wait for the first of several.
         in_flight: dict[concurrent.futures.Future[npt.NDArray[np.float64]], tuple[int, int]] = {}
@@ -199,8 +197,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         while True:
             if self.recovery.is_published and time.monotonic() - stored >= _STORE_SECS:
                 stored = time.monotonic()
-                with losses_explained():
-                    self._store_handed_out([*again, *in_flight.values()])
+                self._store_handed_out([*again, *in_flight.values()])
             while len(in_flight) < 2 * self.num_replicas:
                 if again:
                     first, size = again.popleft()
@@ -223,7 +220,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
                 try:
                     result = future.result()
                 except Exception:
-                    self._join()  # Raises the first error of all closures.
+                    self._coordinator.join()  # Raises the first error of all closures.
                     raise
                 closure_totals, worker, ages = unpacked(result, len(totals))
                 totals += closure_totals
@@ -231,7 +228,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
                 # Batches of dropped gradients are handed out again, one by one.
                 again.extend((first + int(i), 1) for i in np.flatnonzero(ages == DROPPED))
             self.on_progress()
-        self._join()
+        self._coordinator.join()
         self.stopping = self.stop_requested
         return self._learner.to_metrics(totals), time.monotonic() - started
 

@@ -9,11 +9,11 @@ import tensorflow as tf
 from data.tickets import TicketSource
 from strategies import locks
 from strategies.base import Batch, Learner, Tensor, read_now
-from strategies.gradients.coalescing import is_small, present
+from strategies.gradients.coalescing import is_small, present, read_together
 from strategies.gradients.compression import Compression
 from strategies.ps.closures import FEW_STEPS, STEPS_PER_CLOSURE, Closure, packed
 from strategies.ps.former_tickets import DROPPED, EMPTY_ROW, LOG_ROWS, log_place
-from strategies.ps.worker_step import compute_gradients, read_variables, send_to_servers
+from strategies.ps.worker_step import compute_gradients, send_to_servers
 
 
 @dataclasses.dataclass
@@ -189,7 +189,8 @@ class AsynchronousSteps:
     def _compute(self, batch: Batch, before: Tensor, former: Sent | None) -> tuple[Sent, Tensor]:
         """Gradients at variables read after the counter `before`; metric totals."""
         learner = self.learner
-        arrived, values = read_variables(learner, before, self.read_dtype)
+        inputs, device = learner.gradient_inputs, learner.step.device
+        (arrived,), values = read_together(inputs, [before], device, self.read_dtype)
         if former is not None and self.compression.is_lossy:
             # The residual of one step goes into the next step.
             with tf.control_dependencies(present(former.sent)):

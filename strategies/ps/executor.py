@@ -182,8 +182,7 @@ class ParameterServerExecutor(Executor):
 
     @override
     def run(self, num_steps: int) -> Metrics:
-        with losses_explained():
-            metrics = super().run(num_steps)
+        metrics = super().run(num_steps)
         if not self._has_run:
             self._has_run = True
             # Now, when all workers have just answered: in the middle of the run one of them may be
@@ -199,9 +198,8 @@ class ParameterServerExecutor(Executor):
         return metrics
 
     @override
-    def evaluate(self, *, must_complete: bool = True) -> Metrics:
-        with losses_explained():
-            return super().evaluate(must_complete=must_complete)
+    def _losses_explained(self, when: str) -> contextlib.AbstractContextManager[None]:
+        return losses_explained()
 
     @override
     def worker_stats(self) -> WorkerStats:
@@ -287,7 +285,7 @@ class ParameterServerExecutor(Executor):
             self._schedule(self._evaluate_closure, self._evaluation_tickets.ticket(first, size))
             for first in range(first_batch, end, size)
         ]
-        self._join()
+        self._coordinator.join()
         if first_batch == 0:
             self._evaluation_totals = np.zeros([self._learner.num_totals])
         for closure in closures:
@@ -321,7 +319,7 @@ class ParameterServerExecutor(Executor):
         worker's device, and would hold Python's global lock meanwhile: while the worker does not
         answer, no thread of this process would run.
         """
-        with losses_explained(), tf.device(self.io_device):
+        with tf.device(self.io_device):
             return closure.schedule(self._coordinator, tf.nest.map_structure(tf.constant, ticket))
 
     def _may_send_graph(self) -> bool:
@@ -336,10 +334,6 @@ class ParameterServerExecutor(Executor):
             return True
         self._ask_after = time.monotonic() + _ASK_AGAIN_SECS
         return False
-
-    def _join(self) -> None:
-        with losses_explained():
-            self._coordinator.join()
 
     @override
     def close(self, exit_code: int = 0) -> None:

@@ -27,10 +27,6 @@ from strategies.tables import current_part, part_rows, split_into, without_rows
 Made = TypeVar("Made")
 
 
-class PlacementError(UsageError):
-    """The model was different when it was built a second time. Exit code 2."""
-
-
 @dataclass
 class Group:
     """A variable and the variables that are colocated with it, such as optimizer slots."""
@@ -146,7 +142,7 @@ def placed(placement: Placement) -> Iterator[None]:
     Entered in the scope of a ParameterServerStrategy.
 
     Raises:
-        PlacementError: a variable is made that is not in `placement`.
+        UsageError: a variable is made that is not in `placement`.
     """
     anchors = _anchors(len(placement.num_bytes))
     planned = iter(
@@ -163,7 +159,7 @@ def placed(placement: Placement) -> Iterator[None]:
         group, ps = next(planned, (None, 0))
         variable = next_creator(**{**kwargs, "colocate_with": anchors[ps]})
         if group is None or tuple(variable.shape) != group.shape:
-            raise PlacementError(
+            raise UsageError(
                 "build_model or build_optimizer made other variables when it was called again: "
                 f"{variable.name} {list(variable.shape)} instead of "
                 f"{f'{group.name} {list(group.shape)}' if group else 'none'}. Make the same "

@@ -1,6 +1,6 @@
 """What a worker computes in one step, with variables that live on other processes.
 
-    (step,), values = read_variables(learner, step, "float32")
+    (step,), values = read_together(learner.gradient_inputs, [step], learner.step.device)
     gradients, metrics = compute_gradients(values, step, learner, strategy, batch, "float32")
     sent = compression.compress_all(gradients)
     arrived = send_to_servers(learner.variables, gradients, sent)
@@ -19,23 +19,12 @@ import tensorflow as tf
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.errors import UsageError
 from strategies.base import Batch, Learner, Tensor
-from strategies.gradients.coalescing import buckets, num_bytes, read_together
+from strategies.gradients.coalescing import buckets, num_bytes
 from strategies.gradients.parts import Share, gradients_of_parts, totals_of_parts
 from strategies.tables import rows_read_as
 
 # Gradients, in the order of the learner's variables, and metric totals.
 _Computed = tuple[Sequence[Tensor], Tensor]
-
-
-def read_variables(learner: Learner, first: Tensor, dtype: str) -> tuple[Tensor, list[Tensor]]:
-    """`first`, and the values of `learner.gradient_inputs`, read after it and sent as `dtype`.
-
-    `first` is on the device of the step counter. Both results are on the worker; large values stay
-    on their server until they are used.
-    """
-    inputs, device = learner.gradient_inputs, learner.step.device
-    (arrived,), values = read_together(inputs, [first], device, dtype)
-    return arrived, values
 
 
 @no_autograph

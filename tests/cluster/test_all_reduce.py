@@ -78,7 +78,8 @@ def in_buckets(gradients):
 
 def by_executor(gradients):
     executor._bucket_bytes = 256
-    return executor._begun(executor._all_reduced(gradients))
+    assert executor._marks
+    return executor._marks.begun(executor._all_reduced(gradients))
 
 def waits(sums=in_buckets, **options):
     def make():

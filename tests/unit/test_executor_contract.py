@@ -21,10 +21,11 @@ import pytest
 from data.disk_reader import DiskReader
 from data.prepare.preparing import prepare
 from data.reader import Reader
+from data.system.errors import UsageError
 from strategies.base import Executor
 from strategies.metrics import Metrics, means
 from strategies.mirrored import MirroredExecutor
-from strategies.position import Position, PositionError, Reached
+from strategies.position import Position, Reached
 from tests.cluster import parity
 from tests.unit.one_device import OneDeviceExecutor
 from tests.unit.replicas import replicas
@@ -238,7 +239,7 @@ def test_each_task_learns_the_numbers_of_all(make: Make) -> None:
 
 
 def test_sub_batches_of_another_topology_are_refused(new_run: Callable[[], Run]) -> None:
-    with pytest.raises(PositionError, match="unfinished sub-batch"):
+    with pytest.raises(UsageError, match="unfinished sub-batch"):
         new_run().start(Position(2, ((0, 1, 2),)))
 
 

@@ -3,15 +3,15 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from data.system.errors import UsageError
 from strategies import gpus
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.gpus import (
-    DeviceError,
     capability_note,
     choose_gpus,
     memory_limits,
 )
-from strategies.transfer import Transfer, TransferError
+from strategies.transfer import Transfer
 
 # Host a has two workers, host b one.
 MULTIWORKER = {"worker": {0: "a:1", 1: "a:2", 2: "b:1"}, "evaluator": {0: "a:3"}}
@@ -87,7 +87,7 @@ def test_type_that_nccl_does_not_sum_is_refused(communication: str) -> None:
     for dtype in ("float32", "float16"):
         Transfer(communication, dtype).check_between_gpus()
     Transfer("ring", "bfloat16").check_between_gpus()
-    with pytest.raises(TransferError, match="--wire_dtype=float16"):
+    with pytest.raises(UsageError, match="--wire_dtype=float16"):
         Transfer(communication, "bfloat16").check_between_gpus()
 
 
@@ -139,7 +139,7 @@ def test_replicas_are_divided_among_the_free_memory_of_gpus(
 
 
 def test_gpu_without_memory_for_its_replicas_is_refused() -> None:
-    with pytest.raises(DeviceError, match=r"--replicas=8 on 2 GPU\(s\) leaves 450 MiB"):
+    with pytest.raises(UsageError, match=r"--replicas=8 on 2 GPU\(s\) leaves 450 MiB"):
         memory_limits([2000, 80_000], 8)
 
 
@@ -161,7 +161,7 @@ def test_unknown_free_memory_is_refused(command: str | None, nvidia_smi: Path) -
     if command:
         nvidia_smi.write_text(f"#!/bin/sh\n{command}\n")
         nvidia_smi.chmod(0o700)
-    with pytest.raises(DeviceError, match=r"(?s)--id=0,MIG-x .* does not print it .*--num_gpus=0"):
+    with pytest.raises(UsageError, match=r"(?s)--id=0,MIG-x .* does not print it .*--num_gpus=0"):
         gpus._free_mib(["0", "MIG-x"])
 
 

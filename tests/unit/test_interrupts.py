@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from trainer.api import interrupts
-from trainer.api.interrupts import Interrupts
+from trainer.api import here
+from trainer.api.here import Interrupts
 
 
 def test_first_signal_requests_a_stop_and_does_not_print_in_the_handler(
@@ -23,7 +23,7 @@ def test_first_signal_requests_a_stop_and_does_not_print_in_the_handler(
             threads.append(threading.current_thread())
             printed.set()
 
-    monkeypatch.setattr(interrupts.log, "handlers", [Handler()])
+    monkeypatch.setattr(here.log, "handlers", [Handler()])
     stops: list[None] = []
     with Interrupts() as handlers:
         handlers.on_stop(lambda: stops.append(None), grace_secs=0)

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
+from data.system.errors import UsageError
 from strategies.base import read_now
-from strategies.gpus import DeviceError
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
@@ -441,5 +441,5 @@ def test_sums_of_two_graphs_at_once_are_refused_on_several_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MirroredExecutor, "_has_gpus", True)
-    with pytest.raises(DeviceError, match="Leave it out"):
+    with pytest.raises(UsageError, match="Leave it out"):
         Training(tmp_path / "a", dataclasses.replace(OUTER, overlap=True))

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.order import Order, replica_lanes
+from data.system.errors import UsageError
 from data.tfrecord.split import chunk_examples_for
-from strategies.position import Position, PositionError, refuse_open_sub_batches
+from strategies.position import Position, refuse_open_sub_batches
 from tests.unit import mixing
 from trainer.config import Config, DataConfig, num_lanes
 
@@ -27,7 +28,7 @@ def test_refused_sub_batches_name_a_number_that_divides_a_batch_at_their_lanes(
     order = Order((100,), 10, batch_size=40, lanes=20, window_batches=2, seed=0, shuffle=False)
     lanes = [replica_lanes(20, i, number) for i in range(number)][index]
     position = Position(3, ((2, lanes.start, lanes.stop - 1),))
-    with pytest.raises(PositionError, match="--replicas_to_aggregate=") as refusal:
+    with pytest.raises(UsageError, match="--replicas_to_aggregate=") as refusal:
         refuse_open_sub_batches(position, order)
     named = re.findall(r"--replicas_to_aggregate=(\d+)", str(refusal.value))
     assert lanes in [replica_lanes(20, i, int(named[0])) for i in range(int(named[0]))]

@@ -1,7 +1,8 @@
 import pytest
 import tensorflow as tf
 
-from strategies.step_errors import OutOfMemoryError, memory_explained
+from data.system.errors import UsageError
+from strategies.step_errors import memory_explained
 from tests.unit.toy import Toy
 
 # As Keras passes it on.
@@ -14,7 +15,7 @@ Arguments received"""
 
 
 def test_lack_of_memory_is_explained_in_one_line() -> None:
-    with pytest.raises(OutOfMemoryError) as raised, memory_explained("Lower --batch_size"):
+    with pytest.raises(UsageError) as raised, memory_explained("Lower --batch_size"):
         raise tf.errors.ResourceExhaustedError(None, None, MESSAGE)
     assert str(raised.value).startswith(
         "There is not enough memory: OOM when allocating tensor with shape[60,9] by allocator "
@@ -36,5 +37,5 @@ def test_lack_of_memory_in_a_step_names_what_was_used_and_what_a_replica_compute
     monkeypatch.setattr("strategies.step_errors.peak_bytes", lambda: {"GPU:0": 3 << 29})
     monkeypatch.setattr(toy.executor, "_run", lacks_memory)
     said = r"\(at most in use before: GPU:0 1\.5 GiB\).*micro_batches.*a replica has 8 examples"
-    with pytest.raises(OutOfMemoryError, match=said):
+    with pytest.raises(UsageError, match=said):
         toy.executor.run(1)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from data.system.errors import UsageError
 from strategies.gradients.parts import Share, gradients_of_parts, in_pairs, totals_of_parts
-from strategies.transfer import Transfer, TransferError
+from strategies.transfer import Transfer
 from trainer.config import Config
 from trainer.config_checks import check, check_replicas
 from trainer.hooks.digest import digest
@@ -185,7 +186,7 @@ def test_lanes_must_be_a_multiple_of_the_parts() -> None:
     "transfer", [Transfer(wire_dtype="bfloat16"), Transfer(read_dtype="float16")]
 )
 def test_tensors_that_are_rounded_on_their_way_are_refused(transfer: Transfer) -> None:
-    with pytest.raises(TransferError, match=r"Leave out --wire_dtype and --read_dtype"):
+    with pytest.raises(UsageError, match=r"Leave out --wire_dtype and --read_dtype"):
         transfer.check_exact(4)
     Transfer().check_exact(4)
 

@@ -11,24 +11,32 @@ process is never ended: there is no watchdog.
 import contextlib
 import dataclasses
 import logging
+import os
 import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+
+from typing_extensions import override
 
 from data.system.compat.first_tensor import has_tensors
 from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.files import exists, is_url
 from data.system.pipes import outlives_terminal
 from trainer import flags, tf_setup
-from trainer.api.interrupts import Interrupts
 from trainer.api.result import Result, end_of
 from trainer.config import Config, Recipe
 from trainer.flags.checks import read_cluster, read_recipe
 from trainer.flags.model_dir import model_dir_of
 from trainer.flags.start import set_train_steps, task_spec
+from trainer.guards.signals import StopSignals, stop_signals
 from trainer.run_files import RunFiles
+
+log = logging.getLogger(__name__)
 
 _FOR_COMMANDS = {
     "log_device_placement": "it redirects the output of the whole process",
@@ -161,3 +169,48 @@ def _settings_kept() -> Iterator[None]:
 def _is_no_retracing(record: logging.LogRecord) -> bool:
     """Returns False for a warning of TensorFlow about many graphs: each run traces its own."""
     return "triggered tf.function retracing" not in record.getMessage()
+
+
+class Interrupts(StopSignals):
+    """Handles Ctrl-C, SIGTERM and SIGHUP by Python's own handlers, and sets them back at the end.
+
+    The first signal stops training at a step, with its state saved; the next one, and any before
+    training, has its usual effect: KeyboardInterrupt, for example. Handlers run between two calls
+    of the graph, about once a second. In another thread than the main thread nothing is done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._request: Callable[[], None] | None = None
+        self._former: dict[int, signal._HANDLER] = {}
+
+    @override
+    def on_stop(self, stop: Callable[[], None], grace_secs: float) -> None:
+        self._request = stop
+
+    @override
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in stop_signals():
+                self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    @override
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._is_stop_requested:
+            return
+        if self._request is None:
+            signal.signal(number, self._former[number])
+            os.kill(os.getpid(), number)
+            return
+        name = signal.Signals(number).name
+        text = "%s: training stops after this step, and saves. Again: it ends at once."
+        # On a thread: this handler may have interrupted a print, and Python refuses a second one.
+        threading.Thread(target=log.warning, args=(text, name)).start()
+        self._is_stop_requested = True
+        self._request()
+        self._request = None

@@ -80,10 +80,10 @@ class Exchange:
     def meet(self, until: float) -> None:
         """Waits until all other tasks have answered, or until the time (time.monotonic) `until`."""
         with self._changed:
-            self._changed.wait_for(self._have_all_come, max(0.0, until - time.monotonic()))
-
-    def _have_all_come(self) -> bool:
-        return all(state["state"] == "met" for state in self._states.values())
+            self._changed.wait_for(
+                lambda: all(state["state"] == "met" for state in self._states.values()),
+                max(0.0, until - time.monotonic()),
+            )
 
     def mark_of(self, task: Task) -> str:
         """Returns the path of the file that `task` has written for the others; empty if unknown."""
@@ -104,8 +104,6 @@ class Exchange:
                 if time.monotonic() < until and self._states[task]["state"] == "met":
                     try:
                         state = _combined(self._states[task], self._measured(task))
-                    except _SmallOnlyError as error:
-                        state = {"state": "small only", "detail": f"{error}"}
                     except (OSError, ValueError) as error:
                         state = {"state": "lost", "detail": str(error)}
                     with self._changed:
@@ -176,6 +174,7 @@ class Exchange:
         return {"state": "met", "mark": str(answer.get("mark", ""))}
 
     def _measured(self, task: Task) -> Json:
+        """The measures of one round; or another state, if a long message does not arrive."""
         round_trips, offsets = [], []
         with self._connected(task) as connection:
             for _ in range(_NUM_PINGS):
@@ -187,7 +186,7 @@ class Exchange:
             try:
                 connection.ask({"do": "ping", "echo": "-" * _LARGE_BYTES})
             except OSError:  # No answer; or the other side has waited for the message in vain.
-                raise _SmallOnlyError(f"{_LARGE_BYTES:,}") from None
+                return {"state": "small only", "detail": f"{_LARGE_BYTES:,}"}
             bytes_per_sec = connection.receive_bulk()
         return {
             "latency_ms": round(1e3 * statistics.median(round_trips), 3),
@@ -220,12 +219,10 @@ class Exchange:
                 connection.write({**answer, "echo": request.get("echo", "")})
 
 
-class _SmallOnlyError(Exception):
-    """Short messages arrive, but a long one does not. The text is its size."""
-
-
 def _combined(state: Json, measured: Json) -> Json:
     """The measures with the shorter latency, the higher rate of both, and the rates of all."""
+    if "state" in measured:
+        return measured
     rates = [*state.get("rounds_mb_per_sec", ()), measured["mb_per_sec"]]
     is_best = measured["latency_ms"] < state.get("latency_ms", math.inf)
     best = {**state, **measured} if is_best else state

@@ -24,6 +24,7 @@ from data.system.errors import TrainerError
 from data.system.files import is_url
 from data.system.memory import free_memory_bytes
 from data.system.version import version_of
+from strategies.cluster.ports import outgoing_ports
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.config import Recipe
 from trainer.doctor.exchange import Json
@@ -97,7 +98,7 @@ def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Js
         "addresses": {str(task): cluster.address_of(task) for task in cluster.tasks()},
         "free_memory_bytes": free_memory_bytes(),
         "cores": num_cores(),
-        "outgoing_ports": _outgoing_ports(),
+        "outgoing_ports": outgoing_ports(),
         "proxies": [name for name in _PROXIES if os.environ.get(name)],
         "versions": dict(software(**packages)),
         "fingerprint": {name: as_number(value) for name, value in settings.items()},
@@ -157,14 +158,6 @@ def _existing(model_dir: str) -> Path:
     while not existing.exists():
         existing = existing.parent
     return existing
-
-
-def _outgoing_ports() -> list[int]:
-    try:
-        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    except OSError:  # Not Linux.
-        return []
-    return [int(number) for number in text.split()]
 
 
 def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) -> Json:

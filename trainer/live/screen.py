@@ -116,17 +116,15 @@ def _progress(status: Status, width: int, is_ascii: bool) -> Text:
 
 
 def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
-    curves = {
-        name: (status.curve("train", name), status.curve("eval", name), _four_digits)
+    lines: list[tuple[str, list[float], list[float], Callable[[float], str]]] = [
+        (name, status.curve("train", name), status.curve("eval", name), _four_digits)
         for name in status.metrics()
-    }
-    rates = status.curve("train", "examples_per_sec")
-    # Third: the first lines stay on a small screen.
-    names = [*list(curves)[:2], *(["examples/s"] if rates else []), *list(curves)[2:]]
-    curves["examples/s"] = (rates, [], "{:,.0f}".format)
-    has_evaluations = any(evaluated for _, evaluated, _ in curves.values())
+    ]
+    if rates := status.curve("train", "examples_per_sec"):
+        lines.insert(2, ("examples/s", rates, [], "{:,.0f}".format))  # Small screens cut the end.
+    has_evaluations = any(evaluated for _, _, evaluated, _ in lines)
     eval_width = 14 if width >= 44 and has_evaluations else 0
-    return [_metric(name, *curves[name], width, eval_width, is_ascii) for name in names]
+    return [_metric(*line, width, eval_width, is_ascii) for line in lines]
 
 
 def _four_digits(value: float) -> str:
@@ -194,9 +192,6 @@ def _columns(status: Status, tasks: Sequence[TaskStatus]) -> dict[str, list[str]
     def number(form: str, value: Callable[[TaskStatus], float]) -> Callable[[TaskStatus], str]:
         return lambda task: "" if math.isnan(value(task)) else form.format(value(task))
 
-    def memory(task: TaskStatus) -> str:
-        return "" if task.num_bytes is None else f"{task.num_bytes / _MIB:,.0f} MiB"
-
     values: dict[str, Callable[[TaskStatus], str]] = {
         "task": lambda task: task.name,
         "state": lambda task: task.state if task.pid or task.state != TRAINING else "",
@@ -204,7 +199,7 @@ def _columns(status: Status, tasks: Sequence[TaskStatus]) -> dict[str, list[str]
         "share": number("{:.0%}", lambda task: task.share),
         "staleness": number("{:.1f}", lambda task: task.staleness),
         "restarts": lambda task: "" if task.pid is None else str(task.restarts),
-        "memory": memory,
+        "memory": number("{:,.0f} MiB", lambda task: task.num_bytes / _MIB),
         "CPU": number("{:.0f}%", lambda task: task.cpu),
     }
     columns = {}

@@ -57,7 +57,7 @@ class TaskStatus:
     step: int | None = None
     share: float = math.nan
     staleness: float = math.nan
-    num_bytes: int | None = None
+    num_bytes: float = math.nan
     cpu: float = math.nan
     steps_at_start: int | None = None  # Of a worker that was restarted alone.
     process: psutil.Process | None = field(default=None, repr=False)
@@ -78,7 +78,7 @@ class TaskStatus:
                 self.num_bytes = self.process.memory_info().rss
                 self.cpu = self.process.cpu_percent()
         except psutil.Error:
-            self.num_bytes, self.cpu = None, math.nan
+            self.num_bytes = self.cpu = math.nan
             return False
         return True
 

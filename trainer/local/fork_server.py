@@ -32,6 +32,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -56,12 +57,12 @@ class _Request(NamedTuple):
     fds: Sequence[int]  # The numbers in the fork; the namespaces to enter follow them.
 
 
+@dataclass
 class Fork:
     """A child of this process that was forked, with Popen's pid, returncode, kill and wait."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
+    pid: int
+    returncode: int | None = None
 
     def kill(self) -> None:
         """Kills the process and its process group."""

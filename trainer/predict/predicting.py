@@ -151,11 +151,10 @@ def _source_of_run(
     directory = data_dir or document["data_dir"]
     parse = parse_of(recipe, directory, loaded.declared)
     features = read_features(directory) if exists(join(directory, "features.json")) else None
-    if path is None or is_records(path):
+    # Without features, `records_of` refuses other files than those of records.
+    if path is None or is_records(path) or features is None:
         records = _records(path, directory, split or recipe.config.data.eval_split)
         return _with_classes(parse, features, directory, records)
-    if features is None:
-        return _with_classes(parse, None, directory, records_of(path, None, (), ()))
     needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features)
     labels = [name for name in needed if features[name].kind == "label"]
     labels += [recipe.config.data.label] if recipe.config.data.label else []

@@ -89,15 +89,17 @@ def rows_of(
     if is_dir(path) and not is_url(path):
         yield from _images(path, features, needed)
     elif path.endswith(TABLES):
-        yield from _csv_rows(path)
+        lines = of_satellite(_CSV_FILES, "lines")
+        for _, row in lines(path, _layout(path)):  # As `data.prepare csv` reads them.
+            yield {}, row
     elif path.endswith(".npz"):
         arrays = read_npz(path)
         wanted = [name for name in needed if features[name].kind != "label"]
         others = [name for name in arrays if name not in features]
         if len(wanted) == 1 and wanted[0] not in arrays and len(others) == 1:
             arrays[wanted[0]] = arrays.pop(others[0])  # The only array is the only input.
-        for row in range(len(next(iter(arrays.values())))):
-            yield {}, {name: array[row] for name, array in arrays.items()}
+        for index in range(len(next(iter(arrays.values())))):
+            yield {}, {name: array[index] for name, array in arrays.items()}
     else:
         raise DataError(f"--input={path} is not {_KINDS}.")
 
@@ -120,19 +122,6 @@ def csv_columns(path: str) -> list[str]:
     return list(_layout(path).columns)
 
 
-def image_files(folder: str) -> list[str]:
-    """The PNG and JPEG files below `folder`, in the order of their names."""
-    found = [
-        os.path.join(parent, name)
-        for parent, _, names in os.walk(folder)
-        for name in names
-        if name.lower().endswith(_IMAGES) and not name.startswith(".")
-    ]
-    if not found:
-        raise DataError(f"{folder} has no PNG or JPEG file. --input must be {_KINDS}.")
-    return sorted(found)
-
-
 def _images(
     folder: str, features: Mapping[str, Feature], needed: Collection[str]
 ) -> Iterator[tuple[About, Mapping[str, Any]]]:
@@ -142,16 +131,17 @@ def _images(
             f"{folder} is a folder of images, but the model reads {', '.join(needed)}, of which "
             f"{len(names)} are images. Give a TFRecord, CSV or NPZ file with these."
         )
-    for path in image_files(folder):
+    paths = [
+        os.path.join(parent, name)
+        for parent, _, files in os.walk(folder)
+        for name in files
+        if name.lower().endswith(_IMAGES) and not name.startswith(".")
+    ]
+    if not paths:
+        raise DataError(f"{folder} has no PNG or JPEG file. --input must be {_KINDS}.")
+    for path in sorted(paths):
         with open(path, "rb") as file:
             yield {"file": path}, {names[0]: file.read()}
-
-
-def _csv_rows(path: str) -> Iterator[tuple[About, Mapping[str, str]]]:
-    """The rows of a CSV file, as `data.prepare csv` reads them."""
-    lines = of_satellite(_CSV_FILES, "lines")
-    for _, row in lines(path, _layout(path)):
-        yield {}, row
 
 
 def _layout(path: str) -> Any:  # data.prepare.sources.csv_files.Layout

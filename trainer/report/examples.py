@@ -208,12 +208,10 @@ def _classes(labels: Any, outputs: Any) -> "npt.NDArray[np.int64]":  # Any: nest
 
 def _probabilities(outputs: "npt.NDArray[np.float64]") -> "npt.NDArray[np.float64]":
     import numpy as np
+    import tensorflow as tf
 
-    if (outputs >= 0).all() and np.allclose(outputs.sum(axis=1), 1, atol=1e-3):
-        return outputs
-    exponentials: npt.NDArray[np.float64] = np.exp(outputs - outputs.max(axis=1, keepdims=True))
-    exponentials /= exponentials.sum(axis=1, keepdims=True)
-    return exponentials
+    is_probability = (outputs >= 0).all() and np.allclose(outputs.sum(axis=1), 1, atol=1e-3)
+    return outputs if is_probability else np.asarray(tf.nn.softmax(outputs))
 
 
 def _image(inputs: Any, row: int) -> str:  # Any: a nest of tensors.

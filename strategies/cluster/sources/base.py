@@ -48,17 +48,17 @@ class Found:
         return f"cluster of {self.where}: {counts}; this task is {task} at {address}"
 
 
+@dataclass(frozen=True)
 class Variables:
     """The variables of a scheduler. A missing or malformed one is an error that names it."""
 
-    def __init__(self, scheduler: str, environment: Mapping[str, str]) -> None:
-        self._scheduler = scheduler
-        self._environment = environment
+    scheduler: str
+    environment: Mapping[str, str]
 
     def get(self, *names: str) -> str:
         """The value of the first of `names` that is set; raises ClusterError if none is."""
         for name in names:
-            if value := self._environment.get(name, "").strip():
+            if value := self.environment.get(name, "").strip():
                 return value
         raise self.error(f"{' and '.join(names)} are not set" if names[1:] else f"no {names[0]}")
 
@@ -66,15 +66,15 @@ class Variables:
         """`get` as an integer from 0."""
         text = self.get(*names)
         if not text.isascii() or not text.isdigit():
-            name = next(name for name in names if self._environment.get(name, "").strip())
+            name = next(name for name in names if self.environment.get(name, "").strip())
             raise self.error(f"{name} is {text!r}, not a number")
         return int(text)
 
     def error(self, fault: str, advice: str = "") -> ClusterError:
         """An error about this environment: `fault`, what is needed, and what to type."""
-        advice = advice or f"Start this command by {self._scheduler} itself, once for each task,"
+        advice = advice or f"Start this command by {self.scheduler} itself, once for each task,"
         return ClusterError(
-            f"The environment of {self._scheduler} does not describe a cluster: {fault}. {advice} "
+            f"The environment of {self.scheduler} does not describe a cluster: {fault}. {advice} "
             "or describe the cluster by TF_CONFIG, or type --cluster=local for a cluster on this "
             "machine."
         )

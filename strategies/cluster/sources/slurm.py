@@ -83,26 +83,13 @@ def expand(nodes: str) -> list[str]:
 
     Numbers keep the zeros before them. Raises ClusterError if the list is malformed.
     """
-    names = [name for part in _split(nodes) for name in _expanded(part, nodes)]
+    if not re.fullmatch(r"([^\[\]]|\[[^\[\]]*\])*", nodes):
+        raise _malformed(nodes, "its brackets do not match")
+    parts = re.split(r",(?![^\[]*\])", nodes)  # At commas outside brackets.
+    names = [name for part in parts for name in _expanded(part.strip(), nodes) if name]
     if not names:
         raise _malformed(nodes, "it is empty")
     return names
-
-
-def _split(nodes: str) -> list[str]:
-    """Splits at commas outside brackets."""
-    parts, depth = [""], 0
-    for character in nodes.strip():
-        depth += (character == "[") - (character == "]")
-        if depth not in (0, 1):
-            raise _malformed(nodes, "its brackets do not match")
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if depth:
-        raise _malformed(nodes, "a bracket is not closed")
-    return [part.strip() for part in parts if part.strip()]
 
 
 def _expanded(part: str, nodes: str) -> list[str]:

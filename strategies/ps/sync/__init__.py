@@ -8,7 +8,7 @@ server that counts the steps, assigns:
 
 | who | does | where |
 | --- | --- | --- |
-| chief | plans the batches; starts the loops; watches the rounds | executor.py, worker_loops.py |
+| chief | plans the batches; starts the loops; watches the rounds | executor.py |
 | aggregator | gives an assignment to each worker slot that waits | aggregator.py |
 | worker loop | reads variables; writes its gradient; sends a message | worker_loop.py |
 | aggregator | takes the first n gradients in time; applies their sum | |

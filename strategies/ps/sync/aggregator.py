@@ -43,7 +43,7 @@ from strategies.ps.sync.gradient_buffers import GradientBuffers
 
 
 class Verdict(NamedTuple):
-    """What a message means. All are scalars, bool; see `judge`."""
+    """What a message means. All are bool, scalars or [n]; see `judge`."""
 
     hold: Tensor  # The gradient is in time: it waits for the others of its step.
     drop: Tensor  # The gradient is late: its sub-batch is to be assigned again.
@@ -226,10 +226,8 @@ class Aggregator:
         rows, totals = self.buffers.receive(num_due)
         messages = unpack(Message, rows)
         slots = unpack(WorkerSlot, tf.gather(state.slots, messages.worker_slot))
-        are_in_time = tf.equal(messages.kind, Kind.DONE) & (slots.sub_batch >= 0)
-        are_in_time &= tf.equal(slots.attempt, messages.attempt) & tf.equal(slots.is_held, 0)
-        are_in_time &= tf.equal(messages.step, state.step)
-        are_in_time &= tf.equal(slots.end_reason, EndReason.CONTINUES)
+        verdicts = judge(messages, slots, state.step, num_queued=tf.zeros_like(messages.kind))
+        are_in_time = verdicts.hold & ~verdicts.loop_ended  # Whatever is queued.
 
         def hold_all() -> tuple[Tensor, ...]:
             held = slots._replace(is_held=tf.ones_like(slots.is_held), worker=messages.worker)

@@ -18,7 +18,8 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any  # Any: futures of different results.
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +35,13 @@ from strategies.gradients.coalescing import is_small
 from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches
+from strategies.ps.closures import fetched
 from strategies.ps.executor import ParameterServerExecutor
 from strategies.ps.former_rounds import Rounds, counts_of, in_flight, position_of, stored_rounds
 from strategies.ps.protocol import IDLE, NONE, Counters, EndReason, Kind, Progress, WorkerSlot, pack
 from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.worker_loop import WorkerLoop
-from strategies.ps.sync.worker_loops import POLL_SECS, WorkerLoops
 from strategies.transfer import AS_COMPUTED, Transfer
 from strategies.worker_stats import WorkerStats
 
@@ -56,6 +57,9 @@ _LONG = 8
 
 # The assumed duration of the first round of a graph, which is traced and sent before.
 _FIRST_ROUND_SECS = 30.0
+
+# How long loops may take to end by themselves before they are told to end; how often they are told.
+_SHUTDOWN_GRACE_SECS, _POLL_SECS = 0.05, 1.0
 
 
 class SynchronousExecutor(ParameterServerExecutor):
@@ -78,7 +82,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         self._num_gradient_buffers = self._num_slots
         self._shares_workers = self.num_replicas < self._num_slots
         self._next_slot = 0  # The worker slot whose loop begins next, if slots share workers.
-        self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
+        self._loops = _WorkerLoops(lambda slot: self._buffers.end_loop(slot))
         self._next_attempt = 0
         # Workers that were seen since some were found missing; None while no worker is missing.
         self._seen_workers: set[int] | None = set() if self._shares_workers else None
@@ -161,8 +165,7 @@ class SynchronousExecutor(ParameterServerExecutor):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         started = time.monotonic()
         plan = self._plan(num_steps)
-        with losses_explained():
-            self._end_old_loops()
+        self._end_old_loops()
         aggregator = in_background(lambda: self._aggregate(num_steps))
         try:
             self._keep_loops_running(aggregator, plan, num_steps)
@@ -171,8 +174,7 @@ class SynchronousExecutor(ParameterServerExecutor):
                 with contextlib.suppress(tf.errors.OpError):  # Perhaps its ps was lost.
                     self._buffers.tell(Kind.STOP, self._num_sub_batches)
             raise
-        with losses_explained():
-            totals = aggregator.result()
+        totals = aggregator.result()
         seconds = time.monotonic() - started
         if self._seen_workers is None or self._shares_workers:
             self._secs_per_round = seconds / num_steps
@@ -244,14 +246,12 @@ class SynchronousExecutor(ParameterServerExecutor):
             done |= final - old
             old -= set(ended)
             if time.monotonic() >= progressed + patience:
-                with losses_explained():
-                    latest = int(value_of(self._learner.step))
-                    if latest == step:
-                        # Makes each assignment the last of its loop from now on, and ends loops
-                        # that wait. A worker that is present can then take over the loop of a
-                        # missing worker.
-                        self._buffers.tell(Kind.NUDGE, self._num_sub_batches)
-                        done.clear()  # The last round may have to be repeated.
+                latest = int(value_of(self._learner.step))
+                if latest == step:
+                    # Makes each assignment the last of its loop from now on, and ends loops that
+                    # wait. A worker that is present can then take over that of a missing worker.
+                    self._buffers.tell(Kind.NUDGE, self._num_sub_batches)
+                    done.clear()  # The last round may have to be repeated.
                 progressed, step = time.monotonic(), latest
 
     def _slots_to_begin(self, done: Collection[int]) -> list[int]:
@@ -280,7 +280,7 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._used_graphs.add(f"worker loop, {loop.num_unrolled}")
             self._secs_per_round = _FIRST_ROUND_SECS
         inputs = loop.inputs(slot, *plan)
-        with losses_explained(), tf.device(self.io_device):
+        with tf.device(self.io_device):
             self._loops.begin(slot, self._coordinator.schedule(loop.graph, args=(inputs,)))
 
     @override
@@ -294,7 +294,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         is_over = threading.Event()
 
         def end_loops() -> None:
-            while not is_over.wait(POLL_SECS):
+            while not is_over.wait(_POLL_SECS):
                 with contextlib.suppress(PeerLostError):  # The evaluation raises it too.
                     self._loops.end_all()
 
@@ -342,3 +342,63 @@ class SynchronousExecutor(ParameterServerExecutor):
         tickets = pack_tickets(self._source, begin, count, self._lanes)
         self._tickets[begin] = (begin + count, tickets)
         return begin + count
+
+
+class _WorkerLoops:
+    """The worker loops that run for this chief.
+
+    `running` has the future EndReason of each worker slot whose loop was not seen to end.
+    """
+
+    def __init__(self, end: Callable[[int], None]) -> None:
+        """`end` tells the loop of a worker slot to end after the assignments in its queue."""
+        self._end = end
+        self.running: dict[int, concurrent.futures.Future[int]] = {}
+
+    def begin(self, slot: int, remote_value: tf.distribute.coordinator.RemoteValue) -> None:
+        """Waits for the loop of `slot` from now on, on a thread."""
+        self.running[slot] = in_background(lambda: int(fetched(remote_value)))
+
+    def take_ended(self) -> dict[int, int]:
+        """Forgets the loops that have ended; returns their EndReasons.
+
+        Raises:
+            PeerLostError: a loop failed because a parameter server was lost.
+        """
+        ended = {slot: future for slot, future in self.running.items() if future.done()}
+        for slot in ended:
+            del self.running[slot]
+        with losses_explained():
+            return {slot: future.result() for slot, future in ended.items()}
+
+    def wait_for_any(self, other: concurrent.futures.Future[Any], timeout_secs: float) -> None:
+        """Waits until a loop or `other` has ended."""
+        futures: list[concurrent.futures.Future[Any]] = [other, *self.running.values()]
+        concurrent.futures.wait(futures, timeout_secs, concurrent.futures.FIRST_COMPLETED)
+
+    def wait_for_all(self, slots: Collection[int], secs_per_round: float) -> None:
+        """Waits until the loops of `slots`, which have their last assignment, have ended.
+
+        Returns after the time of four rounds at most, and after a second in any case.
+        """
+        timeout_secs = min(_POLL_SECS, max(_SHUTDOWN_GRACE_SECS, 4 * secs_per_round))
+        futures = [future for slot, future in self.running.items() if slot in slots]
+        concurrent.futures.wait(futures, timeout=timeout_secs)
+
+    def end_all(self) -> None:
+        """Tells all loops to end, after some time to end by themselves.
+
+        Must be called again until no loop is left: the worker that was told may have died, and
+        another one may have taken over its loop.
+        """
+        concurrent.futures.wait(self.running.values(), timeout=_SHUTDOWN_GRACE_SECS)
+        self.take_ended()
+        with losses_explained():
+            for slot in self.running:
+                self._end(slot)
+
+    def drain(self) -> None:
+        """Ends all loops, and returns when none is left."""
+        while self.running:
+            self.end_all()
+            concurrent.futures.wait(self.running.values(), timeout=_POLL_SECS)

@@ -22,8 +22,7 @@ import collections
 import functools
 import itertools
 import math
-import os
-import time
+import uuid
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -61,7 +60,7 @@ class GradientBuffers:
     ) -> None:
         """`strategy` has placed the variables of `learner`."""
         self.step_device: str = learner.step.device
-        self.name = f"{os.getpid()}-{time.time_ns()}"
+        self.name = uuid.uuid4().hex
         self.num_totals = learner.num_totals + learner.virtual_replicas
         # With virtual replicas, the changes of the layers' state are sent as gradients are.
         self._virtual_replicas = learner.virtual_replicas

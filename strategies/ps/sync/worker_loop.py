@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from data.tickets import PackedTickets, TicketSource
 from strategies.base import Batch, Learner, Tensor
-from strategies.gradients.coalescing import Bucket, buckets
+from strategies.gradients.coalescing import Bucket, buckets, read_together
 from strategies.gradients.compression import Compression
 from strategies.gradients.parts import Share
 from strategies.ps.protocol import (
@@ -34,7 +34,7 @@ from strategies.ps.protocol import (
     unpack,
 )
 from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.worker_step import compute_gradients, read_variables, rows_sent
+from strategies.ps.worker_step import compute_gradients, rows_sent
 
 # Metric totals, dense gradients, and the gradient (ids, rows) of each part of a table.
 _BranchResult: TypeAlias = tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]
@@ -143,14 +143,12 @@ class WorkerLoop:
                 at_queue = take()
             else:
                 at_queue = tf.cond(_continues(former), take, lambda: _skipped(former))
-        row, values = read_variables(learner, at_queue, self.read_dtype)
+        inputs_of_step, device = learner.gradient_inputs, learner.step.device
+        (row,), values = read_together(inputs_of_step, [at_queue], device, self.read_dtype)
         assignment = unpack(Assignment, row)
         is_computed = (assignment.attempt >= 0) & tf.not_equal(assignment.step, NONE)
-        variables, num_dense, parts = (
-            buffers.sent,
-            buffers.num_dense,
-            buffers.sent[buffers.num_dense :],
-        )
+        variables, num_dense = buffers.sent, buffers.num_dense
+        parts = variables[num_dense:]
         present: list[int] = []  # The indices of dense gradients that are not None.
 
         def compute() -> _BranchResult:
