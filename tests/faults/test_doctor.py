@@ -42,8 +42,10 @@ def start(
     return process
 
 
-def end(process: "subprocess.Popen[str]", *exit_codes: int) -> str:
-    out, err = process.communicate(timeout=TIMEOUT_SECS)
+def end(
+    process: "subprocess.Popen[str]", *exit_codes: int, limit_secs: float = TIMEOUT_SECS
+) -> str:
+    out, err = process.communicate(timeout=limit_secs)
     assert process.returncode in exit_codes, out + err
     assert "Traceback" not in err
     return out

@@ -215,9 +215,22 @@ FAULTS: dict[str, tuple[str, Disturb]] = {
     "no data": ("no-such-directory", flag("data_dir", "/no-such-directory")),
     "damaged data": ("it was cut short", damaged_data),
     "outgoing port": ("for outgoing connections", outgoing_port),
+    "death in the sum": (
+        "A worker was lost",
+        python(
+            "import os, sys\n"
+            "def profile(frame, event, _):\n"
+            "    if event == 'call' and frame.f_code.co_name == 'check_devices':\n"
+            "        os._exit(2)\n"
+            "def hook(event, args):\n"
+            "    if event == 'import' and args[0] == 'trainer.doctor.devices':\n"
+            "        sys.setprofile(profile)\n"
+            "sys.addaudithook(hook)\n"
+        ),
+    ),
 }
-# What all tasks share is named at worker 0.
-SHARED = ("used directory", "small disk", "other run")
+# What all tasks share, and an error of the sum, are named at worker 0.
+SHARED = ("used directory", "small disk", "other run", "death in the sum")
 
 
 @contextlib.contextmanager
@@ -242,7 +255,8 @@ def scene_of(num_hosts: int, digits: Path, tmp_path: Path, **flags: str) -> Iter
 def printed(scene: Scene, *exit_codes: int) -> list[str]:
     """Runs the doctors; what each prints."""
     processes = [doctor.start(scene.stack) for doctor in scene.doctors if doctor.starts]
-    return [end(process, *exit_codes) for process in processes]
+    limit_secs = max(float(doctor.flags["deadline_secs"]) for doctor in scene.doctors) + 60
+    return [end(process, *exit_codes, limit_secs=limit_secs) for process in processes]
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -192,8 +192,13 @@ def _examine(argv: Sequence[str]) -> NoReturn:
 def _checked(check: Callable[[_Doctor], Json], doctor: _Doctor) -> Json:
     try:
         return check(doctor)
-    except TrainerError as error:  # The other findings are shown, too.
-        return {"why_not": "there was an error, see below", "error": str(error)}
+    except TrainerError as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Json:
+    """The other findings are shown, too."""
+    return {"why_not": "there was an error, see below", "error": str(error)}
 
 
 def _all_reduce(doctor: _Doctor) -> Json:
@@ -206,16 +211,21 @@ def _all_reduce(doctor: _Doctor) -> Json:
     doctor.doing = "in TensorFlow's all-reduce"
     import_tensorflow()
     from strategies.gpus import choose_gpus, use_gpus
+    from strategies.lost_peers import PeerLostError, losses_explained
     from strategies.multiworker import MultiWorkerExecutor
     from trainer.doctor.devices import check_devices
 
     choose_gpus(cluster)
     if use_gpus(flags.NUM_GPUS.value):
         doctor.advice = PEER_ADVICE
-    executor = MultiWorkerExecutor.connect(cluster, Transfer(flags.COMMUNICATION.value))
-    network = executor.measure_network()
-    checked = check_devices(executor.strategy)
-    executor.close()
+    try:
+        with losses_explained("A worker was lost"):
+            executor = MultiWorkerExecutor.connect(cluster, Transfer(flags.COMMUNICATION.value))
+            network = executor.measure_network()
+            checked = check_devices(executor.strategy)
+            executor.close()
+    except PeerLostError as error:  # Also where a slow link delays TensorFlow's heartbeats.
+        return _failed(error)
     return checked | {
         "workers": len(cluster.trainers),
         "latency_ms": round(1e3 * network.latency_secs, 3),
