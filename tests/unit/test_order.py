@@ -4,8 +4,6 @@ anywhere."""
 import dataclasses
 import itertools
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from data.order import Order, replica_lanes
 from data.tfrecord.split import chunk_examples_for
 from strategies.position import Position, PositionError, refuse_open_sub_batches
+from tests.commands import run_python
 from tests.unit import mixing
 from trainer.config import Config, DataConfig, num_lanes
 
@@ -333,4 +332,4 @@ def test_order_and_records_do_not_import_tensorflow() -> None:
     # The launcher checks data before it starts anything, and TensorFlow takes seconds to import.
     imports = "import sys, data.order, data.tfrecord.split, data.features"
     code = f"{imports}; assert 'tensorflow' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code, check=True)
