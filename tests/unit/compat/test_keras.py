@@ -159,6 +159,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_wrong_value_in_keras_json_is_traced_to_the_file(home: Path) -> None:
     program = """
 from data.system.compat.keras_file import refused_file
