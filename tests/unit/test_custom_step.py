@@ -115,6 +115,7 @@ def test_option_that_an_overridden_gradients_would_ignore_is_refused(
     assert type(build_learner(plain)) is Learner
 
 
+@pytest.mark.slow
 def test_options_of_apply_hold_for_both_networks(recipe: Recipe) -> None:
     recipe.config.clip.global_norm = 1e-12
     recipe.config.ema.decay = 0.5

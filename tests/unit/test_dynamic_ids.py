@@ -217,6 +217,7 @@ def test_an_id_gets_its_row_with_the_last_sighting_that_it_needs() -> None:
         np.testing.assert_array_equal(rows, [*found["rows"], np.zeros(WIDTH)])
 
 
+@pytest.mark.slow
 def test_ids_that_are_not_used_are_evicted_and_begin_anew() -> None:
     learner = make_learner(Adagrad(0.1), parts=2, evict_after=3)
     train(learner, batches=batches_of([1, 2, 3, 4, 5], [3], [3, 8], [9]), evict_every=4)
@@ -257,6 +258,7 @@ def test_the_ids_of_the_last_step_stay_if_they_are_more_than_max_rows(
     assert values_of(old)["ids"].tolist() == []
 
 
+@pytest.mark.slow
 def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
     """A worker that is left saves a step before its hooks have run."""
     saved = make_learner(evict_after=2)
@@ -332,6 +334,7 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
         assert_equal(saved, learner)
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None:
     learner = make_learner(parts=3, admit_after=4)
     train(learner)

@@ -121,12 +121,12 @@ LOADS = "import scipy.io, sys; scipy.io.loadmat(sys.argv[1])"
 @pytest.mark.parametrize(
     ("compress", "cut", "place"),
     [
-        (True, 100, None),
+        pytest.param(True, 100, None, marks=pytest.mark.slow),
         (True, 2000, None),
-        (True, 4000, None),
+        pytest.param(True, 4000, None, marks=pytest.mark.slow),
         (True, None, 1000),
         (False, None, 184),
-        (False, None, 185),
+        pytest.param(False, None, 185, marks=pytest.mark.slow),
     ],
 )
 def test_svhn_file_that_is_cut_short_or_has_a_wrong_byte_is_named(
