@@ -46,3 +46,34 @@ def two_logical_cpus() -> None:
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """scikit-learn's digits as TFRecords, which tests must not change."""
+    from data.prepare.preparing import prepare
+
+    directory = tmp_path_factory.mktemp("datasets") / "digits"
+    prepare("digits", str(directory))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NUM_NUMBERED records in each split, each of which holds its number."""
+    import tensorflow as tf
+
+    from data.prepare.writing import write_shards
+    from tests.cluster.runs import NUM_NUMBERED
+
+    def example(number: int) -> bytes:
+        feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
+        features = tf.train.Features(feature={"number": feature})
+        serialized: bytes = tf.train.Example(features=features).SerializeToString()
+        return serialized
+
+    directory = tmp_path_factory.mktemp("numbered")
+    for split in ("train", "test"):
+        examples = map(example, range(NUM_NUMBERED))
+        write_shards(examples, str(directory), "numbered", split, 2, NUM_NUMBERED)
+    return directory

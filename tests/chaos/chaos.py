@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from tests.chaos.faults import LAUNCHER, Fault
 from tests.chaos.journal import journal_of, pause_of
-from tests.cluster.runs import Run, Topology, read_metrics, start
+from tests.cluster.runs import Run, Topology, assert_same_bits, read_metrics, start
 from trainer.exit_codes import EXIT_RESTART
 
 # The longest wait for the effect of a signal.
@@ -181,6 +181,12 @@ class Disturbed(abc.ABC):
     def num_endings(self) -> int:
         """Processes that have come and gone, after `finish`."""
 
+    def _num_starts(self, tasks: str) -> int:
+        """How many processes the logs of `tasks`, a pattern, name."""
+        logs = (self.model_dir / "tasks").glob(f"{tasks}.log")
+        lines = (line for log in logs for line in log.read_text(errors="replace").splitlines())
+        return sum(line.startswith("=== ") for line in lines)
+
     def inflict(self, fault: Fault) -> Event | None:
         """Causes the fault, and proves that it happened; None if the run ends before."""
         if not self._wait_for(lambda: self._is_due(fault)):
@@ -287,9 +293,7 @@ class LocalRun(Disturbed):
 
     @override
     def num_endings(self) -> int:
-        logs = (self.model_dir / "tasks").glob("*.log")
-        lines = (line for log in logs for line in log.read_text(errors="replace").splitlines())
-        return self._num_launches + sum(line.startswith("=== ") for line in lines)
+        return self._num_launches + self._num_starts("*")
 
 
 def _kill(process: psutil.Process, fault: Fault) -> None:
@@ -465,9 +469,7 @@ def check_complete(story: Story, num_steps: int) -> None:
 
 def check_same(story: Story, undisturbed: Run) -> None:
     """Checks that all values of the checkpoint equal those of a run without faults, bit for bit."""
-    ours, theirs = story.run.variables(), undisturbed.variables()
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if ours[key].tobytes() != theirs[key].tobytes()] == []
+    assert_same_bits(story.run, undisturbed)
     assert story.run.result["eval"] == undisturbed.result["eval"]
 
 

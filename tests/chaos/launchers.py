@@ -95,6 +95,4 @@ class LaunchersRun(Disturbed):
 
     @override
     def num_endings(self) -> int:
-        logs = (self.model_dir / "tasks").glob("worker-*.log")
-        lines = (line for log in logs for line in log.read_text(errors="replace").splitlines())
-        return self._num_launches + sum(line.startswith("=== ") for line in lines)
+        return self._num_launches + self._num_starts("worker-*")

@@ -4,43 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
 
-from data.prepare.writing import write_shards
-from tests.cluster.runs import NUM_NUMBERED, ROOT
-
-
-@pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """scikit-learn's digits as TFRecords."""
-    from data.prepare.preparing import prepare
-
-    directory = tmp_path_factory.mktemp("datasets") / "digits"
-    prepare("digits", str(directory))
-    return directory
-
-
-@pytest.fixture(scope="session")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NUM_NUMBERED records, each of which holds its number."""
-    directory = tmp_path_factory.mktemp("numbered")
-    for split in ("train", "test"):
-        write_shards(
-            (_example(i) for i in range(NUM_NUMBERED)),
-            str(directory),
-            "numbered",
-            split,
-            num_shards=2,
-            num_examples=NUM_NUMBERED,
-        )
-    return directory
-
-
-def _example(number: int) -> bytes:
-    feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
-    features = tf.train.Features(feature={"number": feature})
-    serialized: bytes = tf.train.Example(features=features).SerializeToString()
-    return serialized
+from tests.cluster.runs import ROOT
 
 
 @pytest.fixture(scope="session")

@@ -433,6 +433,13 @@ def largest_difference(
     return max(float(np.max(np.abs(left[key] - right[key]))) for key in left)
 
 
+def assert_same_bits(left: Run, right: Run) -> None:
+    """The newest checkpoints of both have the same values, with the optimizer's, bit for bit."""
+    ours, theirs = left.variables(), right.variables()
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if ours[key].tobytes() != theirs[key].tobytes()] == []
+
+
 def _addresses(cluster: Mapping[str, list[str] | dict[str, str]]) -> list[str]:
     listed = [job if isinstance(job, list) else list(job.values()) for job in cluster.values()]
     return [address for job in listed for address in job]

@@ -1,13 +1,12 @@
 """Damaged data is fatal, or skipped and counted: nothing is ever trained on less in silence."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ROOT, TIMEOUT_SECS, TOPOLOGIES, Process, Run, assert_one_error, train
+from tests.cluster.runs import TOPOLOGIES, Process, Run, assert_one_error, train
+from tests.commands import run_python
 from tests.damage import flip_bit
 
 CONFIG = "--config=tests/cluster/configs/linear.py"
@@ -72,16 +71,6 @@ def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
         assert_one_error(process.wait(), shard.name, "corrupt", SKIP)
 
 
-def tool(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"trainer.{name}", *words],
-        capture_output=True,
-        cwd=ROOT,
-        text=True,
-        timeout=TIMEOUT_SECS,
-    )
-
-
 @pytest.fixture(scope="module")
 def exported(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run on undamaged data, which would fail on damaged data."""
@@ -137,7 +126,7 @@ def test_prediction_with_a_damaged_file_of_the_run_says_how_to_make_it_anew(
     (model_dir / name).unlink()
     if content is not None:
         (model_dir / name).write_bytes(content)
-    done = tool("predict", f"--model_dir={model_dir}")
+    done = run_python("-m", "trainer.predict", f"--model_dir={model_dir}")
     assert done.returncode == 2
     assert message in done.stderr
     assert f"Remove {model_dir}/result.json" in done.stderr.replace("remove", "Remove")
@@ -149,7 +138,7 @@ def test_prediction_on_a_corrupt_record_ends_with_2_and_the_command_that_names_t
 ) -> None:
     data = damaged_copy(digits, tmp_path)
     flags = (f"--model_dir={exported.model_dir}", f"--data_dir={data}", "--split=train")
-    done = tool("predict", *flags)
+    done = run_python("-m", "trainer.predict", *flags)
     assert done.returncode == 2
     assert "error: Records are corrupt" in done.stderr
     assert "python -m data.inspect --data_dir=DIR --verify" in done.stderr
@@ -165,11 +154,11 @@ def test_tools_name_a_corrupt_record_of_the_split_that_they_evaluate(
     shutil.copytree(exported.model_dir, model_dir)
     config = model_dir / "config.json"
     config.write_text(config.read_text().replace(str(digits), str(data)))
-    done = tool("evaluate", str(model_dir))
+    done = run_python("-m", "trainer.evaluate", str(model_dir))
     assert done.returncode == 2
     assert f"error: Records are corrupt:\n  {shard}: record 359" in done.stderr
     assert "Traceback" not in done.stderr
-    done = tool("report", str(model_dir))
+    done = run_python("-m", "trainer.report", str(model_dir))
     assert done.returncode == 0, done.stderr
     assert "Records are corrupt" in (model_dir / "report.html").read_text()
 
@@ -183,7 +172,7 @@ def test_directory_in_place_of_the_reports_is_named(
     metrics.unlink()
     metrics.mkdir()
     words = {"runs": [tmp_path], "compare": [exported.model_dir, tmp_path / "run"]}
-    done = tool(name, *map(str, words.get(name, [tmp_path / "run"])))
+    done = run_python("-m", f"trainer.{name}", *map(str, words.get(name, [tmp_path / "run"])))
     assert done.returncode == (0 if name == "runs" else 2)  # The other runs are listed.
     assert f"{metrics} cannot be read: Is a directory" in done.stderr
     assert "Traceback" not in done.stderr

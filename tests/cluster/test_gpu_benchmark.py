@@ -1,24 +1,19 @@
 """`python -m benchmarks.gpu --tiny` measures on a machine without a GPU, too."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ROOT
+from tests.commands import run_python
 
 pytestmark = pytest.mark.nightly
-
-COMMAND = (sys.executable, "-m", "benchmarks.gpu")
 
 
 def test_parts_have_a_row_and_figures_for_each_program(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     words = ("--tiny", "--parts=text_lm,digits", "--programs=trainer,fit", f"--out={path}")
-    done = subprocess.run([*COMMAND, *words], cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "benchmarks.gpu", *words, check=True)
     report = json.loads(path.read_text())
     assert {"gpu", "driver", "machine", "tensorflow"} < report.keys()
     rows = {(row["part"], row["program"]): row["figures"] for row in report["results"]}
@@ -34,7 +29,7 @@ def test_parts_have_a_row_and_figures_for_each_program(tmp_path: Path) -> None:
 
 def test_unknown_parts_are_refused_before_anything_starts(tmp_path: Path) -> None:
     words = ("--tiny", "--parts=resnet51", f"--out={tmp_path / 'gpu.json'}")
-    done = subprocess.run([*COMMAND, *words], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run_python("-m", "benchmarks.gpu", *words)
     assert done.returncode == 2
     assert "--parts=resnet51" in done.stderr
     assert "resnet, resnet_jpeg, text_lm" in done.stderr

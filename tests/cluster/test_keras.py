@@ -3,8 +3,6 @@
 import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,8 @@ import tensorflow_datasets as tfds
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.prepare.writing import write_shards
-from tests.cluster.runs import CONFIGS, ROOT, TOPOLOGIES, Run, train
+from tests.cluster.runs import CONFIGS, TOPOLOGIES, Run, train
+from tests.commands import run_python
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +49,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predictions(run: Run, cwd: Path) -> list[dict[str, object]]:
     """The lines of `trainer.predict`, in another directory."""
-    command = [sys.executable, "-m", "trainer.predict", f"--model_dir={run.model_dir}"]
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [*command, "--num_examples=0"],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("-m", "trainer.predict", f"--model_dir={run.model_dir}", "--num_examples=0")
+    env = {"PATH": "/usr/bin:/bin", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = run_python(*words, cwd=cwd, env=env, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.prepare.preparing import prepare
-from tests.cluster.runs import TOPOLOGIES, largest_difference, train
+from tests.cluster.runs import TOPOLOGIES, assert_same_bits, largest_difference, train
 
 pytestmark = pytest.mark.nightly
 
@@ -47,9 +47,7 @@ def test_language_model_resumes_bit_for_bit_and_two_workers_agree_with_one(
     train(one, tmp_path / "parts", *flags, "--train_steps=19")
     parts = train(one, tmp_path / "parts", *flags, "--train_steps=30")
 
-    before, after = whole.variables(), parts.variables()
-    assert before.keys() == after.keys()
-    assert [name for name in before if not np.array_equal(before[name], after[name])] == []
+    assert_same_bits(whole, parts)
     assert largest_difference(whole.weights(), parts.weights("step-00000019")) > 1e-3
     figures = [run.result["eval"] for run in (whole, shared)]
     assert figures[0]["bits_per_byte"] == pytest.approx(figures[1]["bits_per_byte"], abs=0.01)

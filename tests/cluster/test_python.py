@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ import tensorflow as tf
 from absl import flags as absl_flags
 
 import trainer
-from tests.cluster.runs import ROOT, TOPOLOGIES, read_metrics
+from tests.cluster.runs import TOPOLOGIES, read_metrics
 from tests.cluster.runs import train as run_command
+from tests.commands import run_python
+from tests.unit.comparing import assert_same
 
 RECIPE = """
 from keras import Input, Sequential, layers
@@ -105,8 +106,7 @@ def test_second_run_in_a_process_equals_the_command_and_changes_nothing_around_i
         assert result.metrics == pytest.approx(command.result["eval"], rel=1e-5)
         assert result.paths["model"].exists()
     first, second = (result.load_model() for result in results)
-    for one, other in zip(first.weights, second.weights, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(first.weights, second.weights)
     evaluated = results[0].evaluate()
     assert evaluated["accuracy"] == pytest.approx(results[0].metrics["accuracy"], abs=1e-6)
 
@@ -150,8 +150,7 @@ def test_config_object_with_functions_trains_stops_at_ctrl_c_and_continues(
     with pytest.raises(trainer.UsageError, match="build_model=build_model"):
         loaded.load_model()
     model = trainer.load_run(tmp_path / "run", build_model=build_model).load_model()
-    for one, other in zip(model.weights, done.load_model("newest").weights, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(model.weights, done.load_model("newest").weights)
 
 
 def test_run_that_a_hook_completes_is_exported(digits: Path, tmp_path: Path) -> None:
@@ -268,15 +267,7 @@ def test_cluster_is_started_stopped_by_ctrl_c_and_its_messages_are_raised(
     script = tmp_path / "script.py"
     paths = {"metrics": str(run / "metrics.jsonl"), "digits": str(digits), "run": str(run)}
     script.write_text(SCRIPT.format(**paths))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(str(script), cwd=tmp_path, check=True)
     assert "STOPPED" in done.stdout
     assert "compiling the first step" in done.stdout
     assert "USAGE There is no directory /no/such" in done.stdout

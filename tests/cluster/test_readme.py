@@ -7,13 +7,11 @@ A command is a line of a `sh` block. Each belongs to one of the categories below
 import contextlib
 import inspect
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from strategies.cluster.ports import free_ports
 from tests.cluster.runs import ROOT, TOPOLOGIES, Process
 from tests.cluster.runs import train as train_topology
 from tests.cluster.test_classics import write_mnist
+from tests.commands import run_python
 from trainer.loop import train
 
 README = ROOT / "README.md"
@@ -128,15 +127,7 @@ def run(
     for index, (name, equals, value) in enumerate(word.rpartition("=") for word in command):
         words[index] = name + equals + replaced.get(value, value)
     assert words[0] == "python"
-    return subprocess.run(
-        [sys.executable, *words[1:], *flags],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return run_python(*words[1:], *flags, cwd=cwd)
 
 
 @pytest.fixture
@@ -398,7 +389,6 @@ SERVED = [command for command in ON_HOSTS if "--existing_servers" in command]
 WITH_TF_CONFIG = [c for c in ON_HOSTS if "--strategy=multiworker" in c and "--hosts" not in str(c)]
 
 
-@pytest.mark.quick
 def test_terminals_of_the_readme_train_together(digits: Path, tmp_path: Path) -> None:
     hosts, model_dir = hosts_on_this_machine(), tmp_path / "run"
     assert len(TERMINALS) == 3

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ROOT, TIMEOUT_SECS
+from tests.cluster.runs import ROOT
+from tests.commands import run_python
 
 PACKAGES = ("configs", "data", "strategies", "trainer")
 # Imports all modules, those that define flags of their own in forks, and then runs a command line.
@@ -58,9 +57,7 @@ def modules_in(directory: Path) -> list[str]:
 @pytest.mark.parametrize(
     "satellite",
     [
-        pytest.param(
-            name, marks=pytest.mark.quick if name == "data.prepare" else pytest.mark.nightly
-        )
+        name if name == "data.prepare" else pytest.param(name, marks=pytest.mark.nightly)
         for name in satellites()
     ],
 )
@@ -80,14 +77,7 @@ def test_satellite_can_be_deleted(satellite: str, digits: Path, tmp_path: Path) 
 
     program = IMPORTS + (CORE if satellite == "trainer.cli" else COMMAND)
     words = (f"--data_dir={digits}", f"--model_dir={model_dir}", "--train_steps=20")
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        cwd=copy,
-        input=" ".join(modules),
-        capture_output=True,
-        text=True,
-        timeout=2 * TIMEOUT_SECS,
-    )
-    assert done.returncode == 0, done.stderr
+    names = " ".join(modules)
+    run_python("-c", program, *words, cwd=copy, input=names, check=True, PYTHONPATH=str(copy))
     result = json.loads((model_dir / "result.json").read_text())
     assert (result["step"], result["exit_code"]) == (20, 0)

@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from strategies.cluster.tf_config import Task, local_cluster
-from tests.cluster.runs import ROOT, TOPOLOGIES, Process, Run, assert_one_error, by_hand, start
+from tests.cluster.runs import TOPOLOGIES, Process, Run, assert_one_error, by_hand, start
+from tests.commands import run_python
 
 CONFIG = "--config=tests/cluster/configs/linear.py"
 
@@ -49,15 +48,7 @@ def test_settings_of_keras_are_said_recorded_and_needed_by_what_continues_the_ru
     resumed = run("mirrored-1", model_dir, default, f"--data_dir={digits}", "--train_steps=30")
     assert_one_error(resumed, f"{needed}: 0.001 there, 1e-07 here")
     for tool in ("trainer.evaluate", "trainer.predict"):
-        ended = subprocess.run(
-            [sys.executable, "-m", tool, str(model_dir)],
-            env={**os.environ, **default},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        ended = run_python("-m", tool, str(model_dir), env={**os.environ, **default})
         assert (ended.returncode, needed in ended.stderr) == (2, True), ended.stderr
 
 

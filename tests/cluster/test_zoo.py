@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.cluster.runs import assert_same_bits
 from tests.models.__main__ import MAX_EXPORT_ERROR, MODELS, MODES, compare, export_errors, train
 from tests.models.examples import write_examples
 from trainer.config import load_recipe
@@ -40,9 +40,7 @@ def test_two_replicas_and_two_workers_end_in_the_same_bits_and_evaluate_as_their
     modes = ("mirrored-2", "multiworker-2")
     runs = [train(model, MODES[mode], data, tmp_path / mode) for mode in modes]
     assert [run.exit_code for run in runs] == [0, 0]
-    mirrored, multiworker = (run.variables() for run in runs)
-    assert mirrored.keys() == multiworker.keys()
-    assert [k for k in mirrored if not np.array_equal(mirrored[k], multiworker[k])] == []
+    assert_same_bits(*runs)
     assert runs[0].result["eval"] == runs[1].result["eval"]
     # Each replica evaluates with the same statistics, and these are saved.
     assert max(export_errors(model, runs, data, tmp_path)) <= MAX_EXPORT_ERROR

@@ -23,6 +23,7 @@ from tests.cluster.runs import (
     Process,
     Run,
     assert_nothing_left,
+    assert_same_bits,
     start,
     train,
 )
@@ -45,12 +46,6 @@ def flags(digits: Path) -> tuple[str, ...]:
 def undisturbed(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
     model_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     return train(ALONE, model_dir, *flags, "--config.pause_secs=0")
-
-
-def assert_same_weights(left: Run, right: Run) -> None:
-    ours, theirs = left.variables(), right.variables()
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if ours[key].tobytes() != theirs[key].tobytes()] == []
 
 
 def complete_steps(model_dir: Path) -> list[int]:
@@ -156,7 +151,7 @@ def test_run_outlives_a_disk_that_takes_no_checkpoint_for_a_while(
     assert not set(map(int, reasons)) & set(before)
     assert "Traceback" not in run.stderr
     assert all((path / "checkpoint.json").exists() for path in model_dir.glob("checkpoints/*"))
-    assert_same_weights(run, undisturbed)
+    assert_same_bits(run, undisturbed)
 
     steps = [report["step"] for report in run.metrics("train")]
     lost = set(range(1, STEPS + 1)) - set(steps)
@@ -193,7 +188,7 @@ def test_run_whose_last_state_cannot_be_saved_says_so_and_finishes_when_there_is
 
     complete = train(ALONE, model_dir, *flags)
     assert complete.result["step"] == STEPS
-    assert_same_weights(complete, undisturbed)
+    assert_same_bits(complete, undisturbed)
 
 
 def test_task_that_dies_on_a_full_disk_ends_with_75_and_resumes_when_there_is_room(
@@ -217,7 +212,7 @@ def test_task_that_dies_on_a_full_disk_ends_with_75_and_resumes_when_there_is_ro
     assert "Traceback" not in run.stderr + run.stdout
 
     complete = train(ALONE, model_dir, *flags, "--config.pause_secs=0")
-    assert_same_weights(complete, undisturbed)
+    assert_same_bits(complete, undisturbed)
 
 
 def suspend(task: psutil.Process) -> None:
@@ -248,7 +243,7 @@ def test_model_dir_deleted_during_a_run_is_written_anew_and_said(
     assert run.config["strategy"] == "mirrored"
     assert [line["step"] for line in run.metrics("train") if line["step"] >= step]
     assert "Traceback" not in output
-    assert_same_weights(run, undisturbed)
+    assert_same_bits(run, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +327,7 @@ def test_run_killed_in_the_middle_of_a_write_resumes_from_the_checkpoint_before(
     assert f"resuming from step {before[-1]}\n" in run.stdout
     assert damaged.name in run.stderr
     undisturbed = train(ALONE, tmp_path / "undisturbed", *wide, "--config.pause_secs=0")
-    assert_same_weights(run, undisturbed)
+    assert_same_bits(run, undisturbed)
     assert_nothing_left(tmp_path)
 
 
@@ -354,7 +349,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     output = run.stdout + run.stderr
     assert f"{newest} is not complete: {data.name} has another checksum" in output
     assert "resuming from step 40\n" in run.stdout
-    assert_same_weights(run, undisturbed)
+    assert_same_bits(run, undisturbed)
     assert json.loads((newest / "checkpoint.json").read_text())["step"] == 60
 
 

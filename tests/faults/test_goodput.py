@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from data.system.stopwatch import CAUSES
 from tests.cluster.runs import ROOT, TOPOLOGIES, start
+from tests.commands import run_python
 from trainer.run_record.goodput import goodput
 
 pytestmark = pytest.mark.nightly
@@ -68,14 +67,7 @@ def test_causes_of_a_run_with_a_killed_worker_add_up_to_its_time(
         assert len(tasks["chief-0"].starts) == 1
         assert tasks["chief-0"].seconds["dead"] == 0
 
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer.report", str(model_dir)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
+    done = run_python("-m", "trainer.report", str(model_dir), check=True)
     text = (ROOT / done.stdout.strip()).read_text()
     assert "signal 9 (Killed)" in text
     if name == "multiworker-2":

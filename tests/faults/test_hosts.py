@@ -136,7 +136,13 @@ def four_hosts() -> Iterator[tuple[Host, ...]]:
         yield made
 
 
-@pytest.mark.parametrize("mode", [("--sync_replicas",), ()], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(("--sync_replicas",), id="sync"),
+        pytest.param((), id="async", marks=pytest.mark.nightly),
+    ],
+)
 def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
     mode: tuple[str, ...], four_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from tests.cluster.runs import (
     TOPOLOGIES,
     Run,
     Topology,
+    assert_same_bits,
     largest_difference,
     start,
     topologies,
@@ -64,9 +65,7 @@ def test_run_killed_at_a_random_moment_ends_bit_for_bit_as_an_undisturbed_one(
     run = train(topology, tmp_path, *flags, "--config.pause_secs=0")
 
     assert run.result["step"] == 300
-    ours, theirs = run.variables(), undisturbed.variables()
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if ours[key].tobytes() != theirs[key].tobytes()] == []
+    assert_same_bits(run, undisturbed)
     steps = [report["step"] for report in run.metrics("train")]
     assert steps == sorted(set(steps))
 

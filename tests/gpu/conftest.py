@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from data.system.extras import install_command
-from tests.cluster.conftest import digits as digits
 
 _COUNT = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
 

@@ -4,10 +4,9 @@ import re
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, assert_one_error, start, train
+from tests.cluster.runs import TOPOLOGIES, assert_one_error, assert_same_bits, start, train
 from tests.gpu.test_training import IN_MEMORY, ONE, flags, losses
 
 # 500 GB in one tensor, more than any GPU has.
@@ -46,10 +45,8 @@ def test_killed_run_resumes_with_equal_bits(
         train(ONE, tmp_path / name, *words, f"--train_steps={end}", env=gpu)
         for name in ("run", "whole", "again")
     )
-    for run in (resumed, again):
-        ours, theirs = run.variables(), whole.variables()
-        assert ours.keys() == theirs.keys()
-        assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
+    assert_same_bits(resumed, whole)
+    assert_same_bits(again, whole)
     assert losses(whole) == losses(again)
     assert losses(whole)[-4:] == losses(resumed)[-4:], "two reports, and the evaluation"
 

@@ -16,6 +16,7 @@ from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats
+from tests.unit.comparing import assert_same
 from tests.unit.replicas import ancestors, replicas
 from tests.unit.test_compression import DTYPES, RELATIVE_ERROR
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
@@ -88,8 +89,7 @@ def test_replicas_sum_each_bucket_while_the_backward_pass_continues() -> None:
 
     in_buckets, operations = summed()
     executor._bucket_bytes = math.inf
-    for one, other in zip(in_buckets, summed()[0], strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(in_buckets, summed()[0])
     sums = [op for op in operations if op.type == "AddN"]
     assert len(sums) == 4
     products = [sum(op.type == "MatMul" for op in ancestors(one)) for one in sums]
@@ -120,8 +120,7 @@ def test_rolled_back_training_starts_without_residuals(tmp_path: Path) -> None:
         executor.run(6)
         ends.append(learner.model.get_weights())
         executor.roll_back(restore)
-    for first, second in zip(*ends, strict=True):
-        np.testing.assert_array_equal(first, second)
+    assert_same(*ends)
 
 
 @pytest.mark.parametrize("ids_dtype", [tf.int32, tf.int64])

@@ -369,6 +369,7 @@ def test_equal_content_gives_equal_files(
     assert found["small"].dtype == np.float32
 
 
+@pytest.mark.slow
 def test_result_is_that_of_parquet_and_the_same_for_any_number_of_processes(
     python: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 from keras import callbacks as K
 
 from data.tfrecord.split import Split
+from tests.unit.comparing import assert_same
 from tests.unit.toy import BATCH, NUM_EXAMPLES, Overshooting, Toy
 from trainer.config import Config, ConfigError, Recipe
 from trainer.hooks.callbacks import Callbacks, build_callbacks
@@ -122,8 +122,7 @@ def test_callback_for_epochs_does_not_make_calls_small(
     run(toy, [Recorded(), saved, K.TerminateOnNaN()], 2 * EPOCH)
     assert sizes == [EPOCH, EPOCH]
     kept = keras.models.load_model(tmp_path / "model.keras")
-    for ours, theirs in zip(kept.weights, toy.learner.model.weights, strict=True):
-        assert np.array_equal(ours, theirs)
+    assert_same(kept.weights, toy.learner.model.weights)
 
 
 def test_wish_to_stop_completes_training(split: Split, tmp_path: Path) -> None:
@@ -206,8 +205,7 @@ def test_other_tasks_take_over_the_chiefs_rate_and_stop(
     assert run(other, [recorded], 9 * EPOCH)[0] == step == 2 * EPOCH
     assert recorded.calls == []
     assert other.learner.learning_rate == 0.125
-    for ours, theirs in zip(chief.state(), other.state(), strict=True):
-        assert np.array_equal(ours, theirs)
+    assert_same(chief.state(), other.state())
 
 
 def test_accuracy_is_better_if_it_is_higher(split: Split, tmp_path: Path) -> None:

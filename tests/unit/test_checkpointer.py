@@ -18,13 +18,13 @@ from data.tfrecord.split import Split
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from tests.damage import flip_bit
+from tests.unit.comparing import assert_same
 from tests.unit.replicas import replicas
 from tests.unit.toy import (
     BATCH,
     CLASSES,
     Toy,
     assert_restores,
-    assert_same_state,
     file_size_limit,
 )
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
@@ -68,16 +68,15 @@ class DroppingToy(Toy):
         )
 
 
-def trained(
-    split: Split, model_dir: Path, steps: list[int], keep: int = 3, kind: type[Toy] = Toy
+def saved_at(
+    split: Split, model_dir: Path, steps: list[int], keep: int = 3
 ) -> dict[int, list[np.ndarray]]:
-    """Trains, saving at `steps`; returns the state at each."""
-    toy = kind(split, model_dir, keep=keep)
-    toy.start()
+    """Saves at `steps`, with another state at each, which is returned."""
+    toy = Toy(split, model_dir, keep=keep)
     states = {}
     for step in steps:
-        toy.executor.run(step - toy.step)
-        toy.checkpointer.save(step, toy.executor.position, {})
+        toy.jump_to(step)
+        toy.checkpointer.save(step, Position(step), {})
         states[step] = toy.state()
     toy.checkpointer.wait()
     return states
@@ -86,7 +85,7 @@ def trained(
 def test_newest_is_restored_bit_for_bit_with_the_optimizers_state(
     split: Split, tmp_path: Path
 ) -> None:
-    states = trained(split, tmp_path, [3, 7])
+    states = saved_at(split, tmp_path, [3, 7])
     fresh = Toy(split, tmp_path, seed=1)
     assert any((a != b).any() for a, b in zip(fresh.state(), states[7], strict=True))
     assert_restores(split, tmp_path, 7, states[7])
@@ -112,7 +111,7 @@ NAMES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_directory_may_have_any_name(name: str, split: Split, tmp_path: Path) -> None:
-    states = trained(split, tmp_path / name, [3])
+    states = saved_at(split, tmp_path / name, [3])
     assert_restores(split, tmp_path / name, 3, states[3])
 
 
@@ -128,21 +127,21 @@ def test_nothing_is_restored_from_an_empty_directory(split: Split, tmp_path: Pat
 def test_resumed_training_continues_bit_for_bit(
     kind: type[Toy], split: Split, tmp_path: Path
 ) -> None:
-    uninterrupted = trained(split, tmp_path / "uninterrupted", [30], kind=kind)
-    trained(split, tmp_path / "parts", [11], kind=kind)
+    uninterrupted = kind(split, tmp_path / "uninterrupted")
+    uninterrupted.train_and_save(30)
+    kind(split, tmp_path / "parts").train_and_save(11)
     toy = kind(split, tmp_path / "parts", seed=1)
     toy.start(toy.restore().position)
     toy.executor.run(19)
-    assert_same_state(uninterrupted[30], toy.state())
+    assert_same(uninterrupted.state(), toy.state())
 
 
 def test_all_but_the_newest_and_the_best_are_removed(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path, keep=2)
-    toy.start()
     for step, score in ((1, 0.5), (2, 0.9), (3, 0.7), (4, float("nan"))):
-        toy.executor.run(1)
-        toy.checkpointer.save(step, toy.executor.position, {})
-        toy.checkpointer.save_best(step, toy.executor.position, score)
+        toy.jump_to(step)
+        toy.checkpointer.save(step, Position(step), {})
+        toy.checkpointer.save_best(step, Position(step), score)
     toy.checkpointer.wait()
     assert toy.checkpoints() == ["best-00000002", "step-00000003", "step-00000004"]
 
@@ -150,9 +149,7 @@ def test_all_but_the_newest_and_the_best_are_removed(split: Split, tmp_path: Pat
 def resumed(split: Split, model_dir: Path, step: int, keep: int = 2) -> Toy:
     """A run that continues from `step`, where it must find its checkpoint."""
     toy = Toy(split, model_dir, keep=keep)
-    saved = toy.restore()
-    assert saved.step == step
-    toy.start(saved.position)
+    assert toy.restore().step == step
     return toy
 
 
@@ -162,8 +159,8 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def save_after(toy: Toy, num_steps: int) -> None:
-    toy.executor.run(num_steps)
-    toy.checkpointer.save(toy.step, toy.executor.position, {})
+    toy.jump_to(toy.step + num_steps)
+    toy.checkpointer.save(toy.step, Position(toy.step), {})
     assert toy.checkpointer.has_saved(toy.step)
 
 
@@ -252,7 +249,7 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    states = trained(split, tmp_path, [3, 7])
+    states = saved_at(split, tmp_path, [3, 7])
     damage(tmp_path / "checkpoints" / "step-00000007")
     with caplog.at_level(logging.WARNING):
         assert_restores(split, tmp_path, 3, states[3])
@@ -267,7 +264,7 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_it_used(
 def test_damaged_checkpoint_is_written_anew(
     damage: Callable[[Path], None], split: Split, tmp_path: Path
 ) -> None:
-    trained(split, tmp_path, [3, 7])
+    saved_at(split, tmp_path, [3, 7])
     damage(tmp_path / "checkpoints" / "step-00000007")
     toy = resumed(split, tmp_path, 3)
     save_after(toy, 4)
@@ -275,7 +272,7 @@ def test_damaged_checkpoint_is_written_anew(
 
 
 def test_restored_checkpoint_is_not_written_again(split: Split, tmp_path: Path) -> None:
-    trained(split, tmp_path, [3])
+    saved_at(split, tmp_path, [3])
     mark = tmp_path / "checkpoints" / "step-00000003" / "checkpoint.json"
     before = mark.stat()
     toy = resumed(split, tmp_path, 3)
@@ -287,7 +284,7 @@ def test_restored_checkpoint_is_not_written_again(split: Split, tmp_path: Path) 
 def test_damaged_newer_checkpoints_do_not_count_and_are_removed_by_the_next_save(
     split: Split, tmp_path: Path
 ) -> None:
-    trained(split, tmp_path, [3, 7, 8, 9], keep=4)
+    saved_at(split, tmp_path, [3, 7, 8, 9], keep=4)
     for name in ("step-00000008", "step-00000009"):
         garble(tmp_path / "checkpoints" / name)
     toy = resumed(split, tmp_path, 7, keep=3)
@@ -302,7 +299,7 @@ def test_damaged_newer_checkpoints_do_not_count_and_are_removed_by_the_next_save
 def test_training_is_refused_if_no_checkpoint_can_be_read(
     damage: Callable[[Path], None], split: Split, tmp_path: Path
 ) -> None:
-    trained(split, tmp_path, [3, 7])
+    saved_at(split, tmp_path, [3, 7])
     for name in ("step-00000003", "step-00000007"):
         damage(tmp_path / "checkpoints" / name)
     toy = Toy(split, tmp_path)
@@ -315,14 +312,13 @@ def test_training_is_refused_if_no_checkpoint_can_be_read(
 def test_training_starts_from_step_0_if_the_first_save_was_never_finished(
     split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained(split, tmp_path, [3])
+    saved_at(split, tmp_path, [3])
     remove_mark(tmp_path / "checkpoints" / "step-00000003")
     toy = Toy(split, tmp_path)
     toy.checkpointer.check()
     with caplog.at_level(logging.WARNING):
         assert toy.checkpointer.restore() is None
     assert ["step-00000003" in message for message in warnings_in(caplog)] == [True]
-    toy.start()
     save_after(toy, 2)
     assert toy.checkpoints() == ["step-00000002"]
 
@@ -330,7 +326,7 @@ def test_training_starts_from_step_0_if_the_first_save_was_never_finished(
 def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
     split: Split, tmp_path: Path
 ) -> None:
-    trained(split, tmp_path, [3])
+    saved_at(split, tmp_path, [3])
     others = {
         "variables": Toy(split, tmp_path, width=4),
         "optimizer": Toy(split, tmp_path, optimizer=keras.optimizers.SGD(0.1)),
@@ -340,7 +336,7 @@ def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
         for refuse in (other.checkpointer.check, other.checkpointer.restore):
             with pytest.raises(ModelDirError, match=f"{name}: .* there, .* here"):
                 refuse()
-        assert_same_state(before, other.state())
+        assert_same(before, other.state())
 
     with pytest.raises(ModelDirError, match=r"optimizer's variables: .* there"):
         others["optimizer"].checkpointer.check()
@@ -375,7 +371,7 @@ def test_settings_of_keras_are_compared_where_they_were_recorded(
     name, default = "keras.config.epsilon", keras.config.epsilon()
     keras.config.set_epsilon(0.001)
     try:
-        states = trained(split, tmp_path, [3])
+        states = saved_at(split, tmp_path, [3])
         path = tmp_path / "checkpoints" / "step-00000003"
         edit_mark(path, lambda document: document["identity"].pop(name))  # Of an earlier version.
         assert_restores(split, tmp_path, 3, states[3])
@@ -391,7 +387,7 @@ def test_settings_of_keras_are_compared_where_they_were_recorded(
 
 
 def test_checkpoints_may_be_moved(split: Split, tmp_path: Path) -> None:
-    states = trained(split, tmp_path / "here", [3])
+    states = saved_at(split, tmp_path / "here", [3])
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert_restores(split, tmp_path / "there", 3, states[3])
 
@@ -420,7 +416,6 @@ def test_files_are_equal_to_those_of_tensorflow(
     num_replicas: int, split: Split, tmp_path: Path
 ) -> None:
     toy = NestedToy(split, tmp_path, num_replicas)
-    toy.start()
     save_after(toy, 3)
     original = toy.checkpointer._checkpoint
     original.write(str(tmp_path / "original"))
@@ -471,7 +466,7 @@ def test_training_continues_while_variables_are_written_without_changing_the_fil
     for step in (4, 2):
         other = Toy(split, tmp_path, seed=1)
         assert other.checkpointer.restore_step(step)
-        assert_same_state(states[step], other.state())
+        assert_same(states[step], other.state())
 
 
 def test_one_copy_is_written_at_a_time_and_serves_the_best_of_the_same_step(
@@ -479,13 +474,12 @@ def test_one_copy_is_written_at_a_time_and_serves_the_best_of_the_same_step(
 ) -> None:
     gate = Gate(monkeypatch)
     toy = Toy(split, tmp_path)
-    toy.start()
-    toy.executor.run(1)
+    toy.jump_to(1)
     toy.checkpointer.save_best(1, Position(1), 0.5)
     toy.checkpointer.save(1, Position(1), {})
     assert gate.come.acquire(timeout=60)
     assert not gate.come.acquire(timeout=0.1), "two writes at a time"
-    toy.executor.run(1)
+    toy.jump_to(2)
     opened = threading.Timer(0.2, gate.is_open.set)
     opened.start()
     toy.checkpointer.save(2, Position(2), {})
@@ -503,14 +497,13 @@ def test_save_that_fails_is_reported_cleaned_up_and_costs_no_other_checkpoint(
     if what == "mark":  # So long that the variables fit, and it does not.
         identity = {"long": "x" * 20_000}
         toy.checkpointer = Checkpointer(f"{tmp_path}/checkpoints", toy.learner, identity, keep=1)
-    toy.start()
     save_after(toy, 1)
     state = toy.state()
     with file_size_limit(10_000 if what == "mark" else 500):
         for step in (2, 3):
-            toy.executor.run(1)
-            toy.checkpointer.save(step, toy.executor.position, {})
-            toy.checkpointer.save_best(step, toy.executor.position, 0.5)
+            toy.jump_to(step)
+            toy.checkpointer.save(step, Position(step), {})
+            toy.checkpointer.save_best(step, Position(step), 0.5)
             assert not toy.checkpointer.has_saved(step)
     failures = warnings_in(caplog)
     files = [what if what == "variables" else "checkpoint.json" in line for line in failures]
@@ -529,7 +522,6 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
     split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy = Toy(split, tmp_path, keep=1)
-    toy.start()
     save_after(toy, 1)
 
     def refuse(path: str) -> None:
@@ -542,11 +534,11 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
 
 
 def test_checkpoint_written_while_another_step_is_restored_is_finished_first(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
-    toy.executor.run(3)
-    toy.checkpointer.save(3, toy.executor.position, {})
+    gate, toy = Gate(monkeypatch), Toy(split, tmp_path)
+    toy.jump_to(3)
+    toy.checkpointer.save(3, Position(3), {})
     threading.Timer(0.2, gate.is_open.set).start()
     assert toy.restore().step == 3
 
@@ -554,13 +546,12 @@ def test_checkpoint_written_while_another_step_is_restored_is_finished_first(
 def test_later_checkpoints_that_not_all_tasks_can_read_are_skipped_and_written_anew(
     split: Split, tmp_path: Path
 ) -> None:
-    trained(split, tmp_path, [3, 7])
+    saved_at(split, tmp_path, [3, 7])
     toy = Toy(split, tmp_path)
     for at_most, step in ((None, 7), (6, 3)):
         assert toy.restore(at_most).step == step
     assert toy.checkpointer.restore(2) is None
     toy.checkpointer.restore(6)
-    toy.start(Position(3))
     mark = tmp_path / "checkpoints/step-00000007/checkpoint.json"
     before = mark.stat().st_mtime_ns
     save_after(toy, 4)

@@ -4,8 +4,6 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from strategies.cluster.sources.finding import SCHEDULERS, find
 from strategies.cluster.sources.hosts import from_hosts, here
 from strategies.cluster.sources.slurm import expand
 from strategies.cluster.tf_config import ClusterError, Task
+from tests.commands import run_python
 from trainer import flags
 
-ROOT = Path(__file__).parents[2]
 MULTIWORKER = Wanted("multiworker")
 
 # The variables of one task of `srun --nodes=3 --ntasks=5`, as slurmstepd sets them.
@@ -468,15 +466,8 @@ except (ClusterError, ConfigError) as error:
 
 def command_line(*argv: str, **environment: str) -> tuple[str, str]:
     """What the cluster of a command line is, and what was logged."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRINTED, *argv],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", **environment},
-    )
-    assert done.returncode == 0, done.stderr
+    env = {"PATH": "/usr/bin:/bin", **environment}
+    done = run_python("-c", PRINTED, *argv, env=env, check=True)
     return done.stdout.strip(), done.stderr
 
 

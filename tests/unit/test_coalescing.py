@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from strategies.gradients.coalescing import is_small, read_together, sent_together
 from strategies.ps.worker_step import compute_gradients, compute_metrics
+from tests.unit.comparing import assert_same
 from tests.unit.replicas import ancestors, replicas
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
@@ -102,8 +103,7 @@ def test_gradients_at_values_equal_those_at_the_variables(micro_batches: int) ->
         else:
             gradients, totals = learner.gradients(batch())
         found.append([*gradients, totals, *learner.model.get_weights()])
-    for given, read in zip(*found, strict=True):
-        np.testing.assert_array_equal(given, read)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])

@@ -18,9 +18,7 @@ STRATEGIES = ("mirrored", "multiworker", "ps")
 
 
 def trainer(*flags: str) -> str:
-    done = run_python("-m", "trainer", *flags)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-m", "trainer", *flags, check=True).stdout
 
 
 @pytest.fixture(scope="module")

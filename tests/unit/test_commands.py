@@ -100,6 +100,7 @@ def test_help_shows_all_flags_without_slow_imports(word: str, end: str) -> None:
     assert not imported & {"tensorflow", "keras", "numpy", "trainer.cli"}
 
 
+@pytest.mark.slow
 def test_flag_value_that_looks_like_help_is_not_help() -> None:
     words = run_with(
         HANDED_TO_TASK, "--strategy=multiworker", "--model_dir", "help", TF_CONFIG=json.dumps(ALONE)

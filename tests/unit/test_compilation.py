@@ -3,22 +3,20 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from strategies.step_errors import DataFaultError
-from tests.unit.test_config_file import digits, written
+from tests.unit.comparing import assert_close
+from tests.unit.test_config_file import written
 from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, load_recipe
 from trainer.config_checks import check
 from trainer.inputs import Inputs, data_errors_explained, open_inputs
 from trainer.learner import Learner
 from trainer.session import build_session
-
-__all__ = ["digits"]  # A fixture.
 
 MODEL = """
     from trainer.config import Config
@@ -183,8 +181,7 @@ def test_step_that_xla_cannot_compile_is_run_without_it(
     assert re.search(rf"XLA is not used: it lacks the operation \w*{op}\.", line)
     for found, wanted in zip(*results, strict=True):
         assert found == pytest.approx(wanted, rel=1e-4)
-    for ours, theirs in zip(*weights, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert_close(*weights, atol=1e-5)
 
 
 def test_what_xla_must_compile_and_cannot_is_explained(digits: Path, tmp_path: Path) -> None:

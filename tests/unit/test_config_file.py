@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data.prepare.preparing import prepare
 from strategies.transfer import AS_COMPUTED
+from tests.commands import run_python
 from trainer.config import Config, ConfigError, Recipe, load_recipe
 from trainer.config_file import absolute, load_module
 from trainer.guards.fingerprint import shared_settings
@@ -30,18 +30,17 @@ COMPLETE = """
 """
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("datasets") / "digits"
-    prepare("digits", str(directory))
-    return directory
-
-
 def written(directory: Path, source: str, name: str = "mine.py") -> str:
     path = directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(source))
     return str(path)
+
+
+def with_source(source: str) -> str:
+    """A complete config file with `source`, which may use Keras, TensorFlow and Learner."""
+    imports = "import keras\nimport tensorflow as tf\nfrom trainer.learner import Learner\n"
+    return textwrap.dedent(COMPLETE) + imports + textwrap.dedent(source)
 
 
 def checked(path: str, digits: Path, tmp_path: Path) -> None:
@@ -62,7 +61,6 @@ MISTAKES = {
     "parse of one example": Mistake(
         """
         def parse(serialized):
-            import tensorflow as tf
             spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
             example = tf.io.parse_single_example(serialized, spec)
             return example["label"], example["label"]
@@ -72,7 +70,6 @@ MISTAKES = {
     "parse that returns one thing": Mistake(
         """
         def parse(serialized):
-            import tensorflow as tf
             return tf.zeros([tf.shape(serialized)[0], 8, 8, 1])
         """,
         ("parse(serialized)", "must return", "(inputs, labels)", "float32(None, 8, 8, 1)"),
@@ -80,7 +77,6 @@ MISTAKES = {
     "parse that returns a scalar": Mistake(
         """
         def parse(serialized):
-            import tensorflow as tf
             return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), tf.constant(1)
         """,
         ("parse(serialized)", "must return labels", "int32()"),
@@ -88,7 +84,6 @@ MISTAKES = {
     "parse that returns a sparse tensor": Mistake(
         """
         def parse(serialized):
-            import tensorflow as tf
             example = tf.io.parse_example(serialized, {"label": tf.io.VarLenFeature(tf.int64)})
             return {"a": example["label"]}, tf.zeros([tf.shape(serialized)[0]])
         """,
@@ -97,7 +92,6 @@ MISTAKES = {
     "parse that returns a ragged tensor": Mistake(
         """
         def parse(serialized):
-            import tensorflow as tf
             example = tf.io.parse_example(serialized, {"label": tf.io.RaggedFeature(tf.int64)})
             return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), example["label"]
         """,
@@ -106,7 +100,6 @@ MISTAKES = {
     "parse without labels": Mistake(
         """
         def parse(serialized):
-            import tensorflow as tf
             return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), None
         """,
         ("parse(serialized)", "labels are None"),
@@ -114,7 +107,6 @@ MISTAKES = {
     "parse with a type that the records do not have": Mistake(
         """
         def parse(serialized):
-            import tensorflow as tf
             spec = {"label": tf.io.FixedLenFeature([], tf.float32)}
             labels = tf.io.parse_example(serialized, spec)["label"]
             return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), labels
@@ -124,15 +116,13 @@ MISTAKES = {
     "error in build_model": Mistake(
         """
         def build_model(config):
-            import keras
             return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Dense(config.width)])
         """,
-        ("build_model(config)", "no attribute 'width'", "mine.py, line 15, in build_model"),
+        ("build_model(config)", "no attribute 'width'", "mine.py, line 17, in build_model"),
     ),
     "error in a layer of build_model": Mistake(
         """
         def build_model(config):
-            import keras
             x = keras.Input((8, 8, 1))
             return keras.Model(x, keras.layers.LSTM(3)(x))
         """,
@@ -144,7 +134,6 @@ MISTAKES = {
     "model without weights": Mistake(
         """
         def build_model(config):
-            import keras
             return keras.Sequential([keras.layers.Flatten()])
         """,
         ("build_model(config)", "with weights to train"),
@@ -152,7 +141,6 @@ MISTAKES = {
     "train_step of the model": Mistake(
         """
         def build_model(config):
-            import keras
             class Own(keras.Model):
                 def train_step(self, data):
                     return {}
@@ -163,7 +151,6 @@ MISTAKES = {
     "swapped arguments of the loss": Mistake(
         """
         def loss(outputs, labels):
-            import tensorflow as tf
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=outputs)
         """,
         (
@@ -177,7 +164,6 @@ MISTAKES = {
     "other types without seeds": Mistake(
         """
         def parse(serialized, seeds):
-            import tensorflow as tf
             labels = tf.zeros([tf.shape(serialized)[0]], tf.int64)
             if seeds is None:
                 return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), labels
@@ -188,7 +174,6 @@ MISTAKES = {
     "error with seeds": Mistake(
         """
         def parse(serialized, seeds):
-            import tensorflow as tf
             labels = tf.zeros([tf.shape(serialized)[0]], tf.int64)
             if seeds is not None:
                 labels = labels + seeds
@@ -206,7 +191,6 @@ MISTAKES = {
     "error in build_optimizer": Mistake(
         """
         def build_optimizer(config):
-            import keras
             return keras.optimizers.SGD(rate=1)
         """,
         ("build_optimizer(config)", "rate", "in build_optimizer: return keras.optimizers.SGD("),
@@ -228,7 +212,6 @@ MISTAKES = {
     "callback that cannot work": Mistake(
         """
         def build_callbacks(config):
-            import keras
             return [keras.callbacks.BackupAndRestore("somewhere")]
         """,
         ("BackupAndRestore", "cannot work here", "--model_dir"),
@@ -236,7 +219,6 @@ MISTAKES = {
     "callback for the batches of an evaluation": Mistake(
         """
         def build_callbacks(config):
-            import keras
             class Own(keras.callbacks.Callback):
                 def on_test_batch_end(self, batch, logs=None):
                     pass
@@ -247,7 +229,6 @@ MISTAKES = {
     "callback that changes weights": Mistake(
         """
         def build_callbacks(config):
-            import keras
             return [keras.callbacks.EarlyStopping(restore_best_weights=True)]
         """,
         ("EarlyStopping(restore_best_weights=True)", "best-*"),
@@ -259,7 +240,7 @@ MISTAKES = {
 def test_mistake_is_one_message_with_its_reason(
     mistake: Mistake, digits: Path, tmp_path: Path
 ) -> None:
-    path = written(tmp_path, COMPLETE + textwrap.indent(textwrap.dedent(mistake.source), "    "))
+    path = written(tmp_path, with_source(mistake.source))
     with pytest.raises((ConfigError, ValueError)) as raised:
         checked(path, digits, tmp_path)
     assert type(raised.value).__module__.startswith(("trainer.", "data.")), raised.value
@@ -303,8 +284,10 @@ def test_tensor_at_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_recipe(path)
 
 
-@pytest.mark.parametrize("call", ["disable_eager_execution", "disable_v2_behavior"])
-@pytest.mark.parametrize("place", ["at its top", "in build_model"])
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [("at its top", "disable_v2_behavior"), ("in build_model", "disable_eager_execution")],
+)
 def test_config_file_that_switches_eager_execution_off_is_refused(
     place: str, call: str, tmp_path: Path
 ) -> None:
@@ -316,8 +299,7 @@ def test_config_file_that_switches_eager_execution_off_is_refused(
         content += "    return model\n"
     path = written(tmp_path, content)
     # A process of its own: what this changes cannot be taken back.
-    command = [sys.executable, "-m", "trainer", "--strategy=mirrored", f"--config={path}"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = run_python("-m", "trainer", "--strategy=mirrored", f"--config={path}", cwd=tmp_path)
     assert ended.returncode == 2
     assert "Delete tf.compat.v1.disable_eager_execution() or" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -362,11 +344,7 @@ def test_neighbour_may_describe_metrics_of_keras(tmp_path: Path) -> None:
     path = written(tmp_path, COMPLETE + "\n    from neighbour_of_mine import metrics\n")
     # A launcher that has not imported Keras yet.
     program = f"from trainer.config import load_recipe; print(load_recipe({path!r}).metrics)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "AUC" in done.stdout
+    assert "AUC" in run_python("-c", program, check=True).stdout
 
 
 def hash_of_files(recipe: Recipe) -> str:

@@ -1,12 +1,12 @@
 """CPU affinity of workers on one machine."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from data.system.cores import affinity_env, cores, cpu_groups
+from tests.commands import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has CPU affinity")
 
@@ -48,13 +48,7 @@ def test_cores_that_this_process_may_run_on_are_divided(
 
 @pytest.mark.parametrize("ours", [[], cores()[-1:], [*cores()[:1], 100_000]])
 def test_task_and_its_threads_run_on_the_cores_that_the_launcher_names(ours: list[int]) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _PIN],
-        env={**os.environ, **affinity_env(ours)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    ended = run_python("-c", _PIN, env={**os.environ, **affinity_env(ours)}, check=True)
     # Cores that do not exist are ignored.
     wanted = [core for core in ours if core in cores()] or cores()
     assert ended.stdout.split() == [*map(str, wanted), "False"]

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from data.order import Order
+from tests.unit.comparing import assert_close
 from tests.unit.replicas import replicas, updater
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe, load_recipe
@@ -77,11 +78,11 @@ def test_each_network_follows_its_own_loss_by_its_own_optimizer(recipe: Recipe) 
     assert int(learner.step.numpy()) == 4
 
 
+@pytest.mark.slow
 def test_uneven_replicas_end_in_the_weights_of_one(recipe: Recipe) -> None:
     alone, _ = trained(recipe, 1, 4)
     shared, _ = trained(recipe, 2, 4)
-    for left, right in zip(alone.model.get_weights(), shared.model.get_weights(), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-5)
+    assert_close(alone.model.get_weights(), shared.model.get_weights(), atol=1e-5)
 
 
 def test_each_network_has_its_slots_and_checkpoints_have_both(recipe: Recipe) -> None:
@@ -114,11 +115,11 @@ def test_option_that_an_overridden_gradients_would_ignore_is_refused(
     assert type(build_learner(plain)) is Learner
 
 
+@pytest.mark.slow
 def test_options_of_apply_hold_for_both_networks(recipe: Recipe) -> None:
     recipe.config.clip.global_norm = 1e-12
     recipe.config.ema.decay = 0.5
     assert isinstance(recipe.config, Config)
     learner, before = trained(recipe, 1, 1)
     assert learner.state.keys() == {"averages", "critic_optimizer"}
-    for ours, start in zip(learner.model.get_weights(), before, strict=True):
-        np.testing.assert_allclose(ours, start, atol=1e-4)
+    assert_close(learner.model.get_weights(), before, atol=1e-4)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from data.prepare.preparing import prepare
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
 from tests.commands import run_python
@@ -54,9 +53,9 @@ def test_vector_that_one_device_alters_is_found(
         assert part in finding.text
 
 
-def test_error_of_the_devices_is_a_finding_beside_the_others(tmp_path: Path) -> None:
-    prepare("digits", str(tmp_path))
-    flags = ("--replicas=2", "--num_gpus=1", "--json", f"--data_dir={tmp_path}")
+@pytest.mark.slow
+def test_error_of_the_devices_is_a_finding_beside_the_others(digits: Path) -> None:
+    flags = ("--replicas=2", "--num_gpus=1", "--json", f"--data_dir={digits}")
     done = run_python("-m", "trainer.doctor", *flags)
     assert done.returncode == 2, done.stderr
     printed = json.loads(done.stdout)

@@ -144,13 +144,6 @@ def load(path: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data") / "digits"
-    prepare("digits", str(directory))
-    return directory
-
-
-@pytest.fixture(scope="module")
 def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data of docs/embeddings.md, by its command."""
     directory = tmp_path_factory.mktemp("data")

@@ -16,6 +16,7 @@ from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
+from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on, updater
 from tests.unit.test_embeddings import reference_of, train_reference
 from trainer.checkpoints.checkpointer import Checkpointer
@@ -114,8 +115,7 @@ def assert_equal(one: Learner, other: Learner, atol: float = 1e-6) -> None:
             np.testing.assert_array_equal(value, right[name])
         else:
             np.testing.assert_allclose(value, right[name], atol=atol)
-    for a, b in zip(one.model.get_weights(), other.model.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, atol=atol)
+    assert_close(one.model.get_weights(), other.model.get_weights(), atol=atol)
 
 
 ALL_LIMITS = {"admit_after": 3, "evict_after": 4, "max_rows": 6}
@@ -217,6 +217,7 @@ def test_an_id_gets_its_row_with_the_last_sighting_that_it_needs() -> None:
         np.testing.assert_array_equal(rows, [*found["rows"], np.zeros(WIDTH)])
 
 
+@pytest.mark.slow
 def test_ids_that_are_not_used_are_evicted_and_begin_anew() -> None:
     learner = make_learner(Adagrad(0.1), parts=2, evict_after=3)
     train(learner, batches=batches_of([1, 2, 3, 4, 5], [3], [3, 8], [9]), evict_every=4)
@@ -231,6 +232,7 @@ def test_ids_that_are_not_used_are_evicted_and_begin_anew() -> None:
     assert_equal(learner, fresh)
 
 
+@pytest.mark.slow
 def test_the_rows_used_last_remain_within_max_rows() -> None:
     learner = make_learner(parts=3, max_rows=4)
     train(learner, batches=batches_of([1, 2], [3, 4], [5, 6]), evict_every=3)
@@ -256,6 +258,7 @@ def test_the_ids_of_the_last_step_stay_if_they_are_more_than_max_rows(
     assert values_of(old)["ids"].tolist() == []
 
 
+@pytest.mark.slow
 def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
     """A worker that is left saves a step before its hooks have run."""
     saved = make_learner(evict_after=2)
@@ -331,6 +334,7 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
         assert_equal(saved, learner)
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None:
     learner = make_learner(parts=3, admit_after=4)
     train(learner)
@@ -381,6 +385,7 @@ def test_different_ids_and_all_ids_of_each_replica_are_counted() -> None:
     assert learner.to_metrics(np.asarray(evaluated)).lookups == {"ids": (0, 0)}
 
 
+@pytest.mark.slow
 def test_saving_a_model_in_training_does_not_change_it(tmp_path: Path) -> None:
     learner, undisturbed = make_learner(), make_learner()
     train(learner, batches=BATCHES[:5])
@@ -401,8 +406,7 @@ def test_warm_start_takes_over_what_is_no_dynamic_table(tmp_path: Path) -> None:
     exported.save(tmp_path / "model.keras")
     model = make_model()
     warm_start(model, WarmStartConfig(path=str(tmp_path / "model.keras")))
-    for left, right in zip(model.get_weights(), learner.model.get_weights(), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_same(model.get_weights(), learner.model.get_weights())
 
 
 def test_the_state_of_a_dead_chief_is_not_taken_over(tmp_path: Path) -> None:

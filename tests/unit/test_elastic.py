@@ -317,7 +317,7 @@ def test_file_system_without_hard_links_is_explained_before_a_task_starts(
 
 
 def test_launcher_ends_its_task_and_starts_it_in_a_group_without_lost_hosts(tmp_path: Path) -> None:
-    report = run_host(tmp_path, "time.sleep(60 * (len(config['cluster'][job]) - 1)); end(0)", 4.0)
+    report = run_host(tmp_path, "time.sleep(60 * (len(config['cluster'][job]) - 1)); end(0)", 2.0)
     assert report.exit_code == 0
     # SIGUSR1: the other workers, if there were any, would save their last complete step.
     assert set(notes(tmp_path, "ended")) == {"0-3-10-worker-1", "1-1-0-worker-0"}

@@ -14,6 +14,7 @@ import tensorflow as tf
 from strategies.position import Position
 from strategies.ps.placement import dry_run, place
 from strategies.tables import rows_read_as, split_into
+from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.embeddings import (
@@ -150,10 +151,8 @@ def test_rows_are_equal_with_any_number_of_parts_and_replicas(
     train(one)
     train(other, replica)
     assert np.abs(table_of(one) - initial).max() > 1e-3
-    for left, right in zip(weights_of(one), weights_of(other), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-6)
-    for left, right in zip(slots_of(one), slots_of(other), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-6)
+    assert_close(weights_of(one), weights_of(other))
+    assert_close(slots_of(one), slots_of(other))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +174,7 @@ def test_equals_50_steps_of_a_plain_loop_with_an_embedding_of_keras(
     reference.set_weights(learner.weights())
     train(learner, batches=ALL_BATCHES)
     train_reference(reference, of_keras(), ALL_BATCHES)
-    for left, right in zip(weights_of(learner), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-5)
+    assert_close(weights_of(learner), reference.get_weights(), atol=1e-5)
 
 
 def test_lazy_adam_and_row_wise_adagrad_have_the_formulas_of_their_papers() -> None:
@@ -225,8 +223,7 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
     found = Checkpointer(str(tmp_path), learner, {}, keep=1).restore()
     assert found is not None
     assert found.step == 8
-    for left, right in zip(weights_of(saved), weights_of(learner), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_same(weights_of(saved), weights_of(learner))
     (left,), (right,) = slots_of(saved), slots_of(learner)
     np.testing.assert_array_equal(left, right)
     assert not np.allclose(left, 0.1)

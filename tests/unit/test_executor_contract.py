@@ -6,6 +6,7 @@ Here the strategies of one process are tested. tests/cluster/test_executor_contr
 file for each strategy that needs a process, or several, of its own.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ import numpy.typing as npt
 import pytest
 
 from data.disk_reader import DiskReader
-from data.prepare.preparing import prepare
 from data.reader import Reader
 from data.system.errors import UsageError
 from strategies.base import Executor
@@ -27,6 +27,8 @@ from strategies.metrics import Metrics, means
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from tests.cluster import parity
+from tests.unit import comparing
+from tests.unit.comparing import assert_same
 from tests.unit.one_device import OneDeviceExecutor
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, NUM_EXAMPLES, make_reader, write_split
@@ -40,6 +42,7 @@ from trainer.step.losses import sparse_categorical_crossentropy
 
 KINDS = os.environ.get("EXECUTORS", "mirrored-1 mirrored-2 one-device").split()
 RATE = 0.5
+assert_close = functools.partial(comparing.assert_close, atol=1e-5)
 
 Make: TypeAlias = Callable[[], Executor]
 Weights: TypeAlias = list[npt.NDArray[Any]]
@@ -128,11 +131,6 @@ def after_steps(weights: Weights, reader: Reader, first_batch: int, num_steps: i
     return [kernel, bias]
 
 
-def assert_close(found: Weights, expected: Weights) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [Position(), Position(20, (), (16,))], ids=["first", "later"])
 def test_steps_are_those_of_gradient_descent_from_the_position(
@@ -176,8 +174,7 @@ def test_evaluation_counts_each_example_once_and_changes_nothing(
     assert found["loss"][1] == NUM_EXAMPLES
     assert 0 < means(found)["loss"] < np.log(CLASSES)
     assert run.executor.evaluate() == found, "the sizes of calls have an effect"
-    for ours, theirs in zip(run.weights(), before, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same(run.weights(), before)
     assert run.num_examples == 3 * BATCH
 
 
@@ -269,10 +266,9 @@ def test_next_chief_takes_over_the_last_step(new_run: Callable[[], Run]) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif("one-device" not in KINDS, reason="of the strategies of one process")
-def test_new_strategy_trains_digits_to_the_weights_of_mirrored(tmp_path: Path) -> None:
-    prepare("digits", str(tmp_path))
+def test_new_strategy_trains_digits_to_the_weights_of_mirrored(digits: Path) -> None:
     recipe = load_recipe("configs/digits.py")
-    recipe.config.data_dir = str(tmp_path)
+    recipe.config.data_dir = str(digits)
     recipe.config.jit_compile = False
     found = []
     for executor in (OneDeviceExecutor(), MirroredExecutor(replicas(1))):

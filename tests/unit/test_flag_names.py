@@ -38,14 +38,29 @@ def commands() -> list[str]:
     return found
 
 
+# Prints the flags of each command, in forks of a process that has imported what many of them need.
+HELP = """
+import os, runpy, sys
+from trainer.tf_setup import import_tensorflow
+import_tensorflow()
+for command in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.argv = [command, "--helpxml"]
+        runpy.run_module(command, run_name="__main__", alter_sys=True)
+    os.wait()
+"""
+
+
 @pytest.fixture(scope="module")
 def flags() -> list[Flag]:
-    return [flag for command in commands() for flag in flags_of(command)]
+    printed = run_python("-c", HELP, *commands(), check=True).stdout
+    documents = re.split("(?=<.xml)", printed)[1:]
+    named = zip(commands(), documents, strict=True)
+    return [flag for command, document in named for flag in flags_of(command, document)]
 
 
-def flags_of(command: str) -> Iterator[Flag]:
-    done = run_python("-m", command, "--helpxml")
-    for flag in ElementTree.fromstring(done.stdout).iter("flag"):
+def flags_of(command: str, document: str) -> Iterator[Flag]:
+    for flag in ElementTree.fromstring(document).iter("flag"):
         text = {child.tag: child.text or "" for child in flag}
         if not text["file"].startswith("absl"):
             meaning = " ".join(text["meaning"].split())

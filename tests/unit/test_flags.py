@@ -1,14 +1,12 @@
 """Each flag works, or is refused: no strategy and no cluster ignores a flag that is given."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_python
 from trainer import flags
 
 ROOT = Path(__file__).parents[2]
@@ -230,16 +228,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str
     """The message for each row; "" where the flags are accepted."""
     model_dir = f"--model_dir={tmp_path_factory.mktemp('run')}"
     commands = [([*row[0].split(), model_dir], row[1]) for row in ROWS]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "TF_CONFIG"},
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
+    done = run_python("-c", PROGRAM, input=json.dumps(commands), check=True)
     said = [json.loads(line) for line in done.stdout.splitlines()]
     return dict(zip(((row[0], row[1]) for row in ROWS), said, strict=True))
 

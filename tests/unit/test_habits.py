@@ -1,7 +1,6 @@
 """What Keras users write first works, or ends before training with one message."""
 
 import re
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +12,13 @@ from data.system.files import DataError
 from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
-from tests.unit.test_config_file import COMPLETE, Mistake, checked, digits, written
+from tests.unit.test_config_file import Mistake, checked, with_source, written
 from trainer.batch_checks import check_batches
 from trainer.config import ConfigError, load_recipe
 from trainer.inputs import open_inputs
 from trainer.session import build_session
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-
-__all__ = ["digits"]  # A fixture.
 
 
 def started(path: str, data: Path) -> MirroredExecutor:
@@ -35,15 +32,10 @@ def started(path: str, data: Path) -> MirroredExecutor:
     return executor
 
 
-def with_source(source: str) -> str:
-    return COMPLETE + textwrap.indent(textwrap.dedent(source), "    ")
-
-
 MISTAKES = {
     "layer that fails in training only": Mistake(
         """
         def build_model(config):
-            import keras
             class Own(keras.layers.Layer):
                 def call(self, x, training=False):
                     return x @ x if training else x
@@ -55,7 +47,6 @@ MISTAKES = {
     "layer that only compute_loss uses": Mistake(
         """
         def build_model(config):
-            import keras
             class Own(keras.Model):
                 def __init__(self):
                     super().__init__()
@@ -72,10 +63,8 @@ MISTAKES = {
     ),
     "measure that returns a total too many": Mistake(
         """
-        from trainer.learner import Learner
         class Own(Learner):
             def measure(self, *args, **kwargs):
-                import tensorflow as tf
                 totals = super().measure(*args, **kwargs)
                 return tf.concat([totals, totals[:1]], axis=0)
         def build_learner(config, **parts):
@@ -85,7 +74,6 @@ MISTAKES = {
     ),
     "measure with an argument too many": Mistake(
         """
-        from trainer.learner import Learner
         class Own(Learner):
             def measure(self, labels, outputs, losses, counts=None, *, weights=None):
                 return super().measure(labels, outputs, losses, counts, weights)
@@ -96,7 +84,6 @@ MISTAKES = {
     ),
     "measure that fails in an evaluation only": Mistake(
         """
-        from trainer.learner import Learner
         class Own(Learner):
             def measure(self, labels, outputs, losses, counts=None, *, weights=None):
                 losses = losses if counts is None else losses @ outputs
@@ -108,7 +95,6 @@ MISTAKES = {
     ),
     "gradients of some variables only": Mistake(
         """
-        from trainer.learner import Learner
         class Own(Learner):
             def gradients(self, batch, *, training=True):
                 gradients, totals = super().gradients(batch, training=training)
@@ -120,7 +106,6 @@ MISTAKES = {
     ),
     "change_variable of another shape": Mistake(
         """
-        from trainer.learner import Learner
         class Own(Learner):
             def change_variable(self, index, variable, gradient, rate):
                 variable.assign_sub(rate * gradient[:1])
@@ -131,7 +116,6 @@ MISTAKES = {
     ),
     "state of what is not there": Mistake(
         """
-        from trainer.learner import Learner
         class Own(Learner):
             @property
             def state(self):
@@ -144,7 +128,6 @@ MISTAKES = {
     "optimizer of a user that fails in a step": Mistake(
         """
         def build_optimizer(config):
-            import keras
             class Own(keras.optimizers.Optimizer):
                 def update_step(self, gradient, variable, learning_rate):
                     variable.assign_sub(gradient @ gradient)
@@ -155,7 +138,6 @@ MISTAKES = {
     "regularizer that fails": Mistake(
         """
         def build_model(config):
-            import keras
             head = keras.layers.Dense(10, kernel_regularizer=lambda w: w @ w)
             return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), head])
         """,
@@ -164,7 +146,6 @@ MISTAKES = {
     "callback that watches a metric that is not there": Mistake(
         """
         def build_callbacks(config):
-            import keras
             return [keras.callbacks.EarlyStopping(monitor="val_auc")]
         """,
         ("EarlyStopping(monitor='val_auc')", "Known: loss, accuracy, val_loss, val_accuracy"),
@@ -172,7 +153,6 @@ MISTAKES = {
     "forgotten Flatten": Mistake(
         """
         def build_model(config):
-            import keras
             return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Dense(10)])
         """,
         ("outputs: float32(8, 8, 8, 10)", "is layers.Flatten()"),
@@ -180,7 +160,6 @@ MISTAKES = {
     "forgotten Flatten before a loss of Keras": Mistake(
         """
         def build_model(config):
-            import keras
             return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Dense(10)])
         loss = "sparse_categorical_crossentropy"
         """,
@@ -197,7 +176,6 @@ MISTAKES = {
     "add_metric, which Keras 3 does not have": Mistake(
         """
         def build_model(config):
-            import keras
             class Own(keras.Model):
                 def __init__(self):
                     super().__init__()
@@ -212,7 +190,6 @@ MISTAKES = {
     "compute_loss that returns a value for each example": Mistake(
         """
         def build_model(config):
-            import keras
             class Own(keras.Model):
                 def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
                     return keras.losses.sparse_categorical_crossentropy(y, y_pred)
@@ -225,7 +202,6 @@ MISTAKES = {
         """
         loss = "mse"
         def build_model(config):
-            import keras
             class Own(keras.Model):
                 def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
                     return keras.ops.mean(y_pred)
@@ -256,13 +232,11 @@ HABITS = {
         loss_weights = {"size": 0.3}
         metrics = {"digit": ["accuracy"], "size": ["mae"]}
         def parse(serialized):
-            import tensorflow as tf
             spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
             label = tf.io.parse_example(serialized, spec)["label"]
             x = tf.one_hot(label, 10)
             return {"a": x, "b": x}, {"digit": label, "size": tf.cast(label, tf.float32)}
         def build_model(config):
-            import keras
             a, b = keras.Input((10,), name="a"), keras.Input((10,), name="b")
             sums = keras.layers.Add()([a, b])
             digit = keras.layers.Dense(10, activation="softmax", name="digit")(sums)
@@ -273,13 +247,11 @@ HABITS = {
         loss = ["sparse_categorical_crossentropy", "mse"]
         metrics = [["accuracy"], ["mae"]]
         def parse(serialized):
-            import tensorflow as tf
             spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
             label = tf.io.parse_example(serialized, spec)["label"]
             x, size = tf.one_hot(label, 10), tf.cast(label, tf.float32)
             return [x, x], [label, size], [size + 1, size + 1]
         def build_model(config):
-            import keras
             a, b = keras.Input((10,), name="a"), keras.Input((10,), name="b")
             sums = keras.layers.Add()([a, b])
             digit = keras.layers.Dense(10, activation="softmax", name="digit")(sums)
@@ -287,7 +259,6 @@ HABITS = {
     """,
     "metrics of Keras that a layer updates, and a layer that counts": """
         def build_model(config):
-            import keras
             class Own(keras.layers.Layer):
                 def __init__(self):
                     super().__init__()
@@ -303,7 +274,6 @@ HABITS = {
     """,
     "Normalization that is adapted in build_model": """
         def build_model(config):
-            import keras
             import numpy as np
             scale = keras.layers.Normalization(axis=None)
             scale.adapt(np.random.default_rng(0).random((9, 8, 8, 1)).astype("float32"))
@@ -312,7 +282,6 @@ HABITS = {
     """,
     "compute_loss that calls that of keras.Model with what compile got": """
         def build_model(config):
-            import keras
             class Own(keras.Model):
                 def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
                     return 2 * super().compute_loss(x, y, y_pred, sample_weight)

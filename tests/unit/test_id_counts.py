@@ -76,7 +76,6 @@ def test_lists_are_counted_without_what_fills_them_up(tmp_path: Path) -> None:
     assert found["genres[1]"].num_different == 1
 
 
-def test_data_without_ids_is_refused(tmp_path: Path) -> None:
-    prepare("digits", str(tmp_path))
+def test_data_without_ids_is_refused(digits: Path) -> None:
     with pytest.raises(DataError, match="no feature of integers or text"):
-        counted(tmp_path)
+        counted(digits)

@@ -1,11 +1,10 @@
 """What must be equal for a run to continue, and the lines that name what is not."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tests.commands import run_python
 from trainer.checkpoints.identity import Identity, differences, identity_of, refusal
 
 DENSE = ["0 float32[3, 4]", "1 float32[4]"]
@@ -99,4 +98,4 @@ def test_refusal_names_the_checkpoint_and_says_what_to_do() -> None:
 def test_identity_and_retention_do_not_import_tensorflow() -> None:
     imports = "import sys, trainer.checkpoints.identity, trainer.checkpoints.retention"
     code = f"{imports}; assert not {{'tensorflow', 'keras'}} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code, check=True)

@@ -3,20 +3,19 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework import kernels  # noqa: TID251
 
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
-from tests.unit.test_config_file import COMPLETE, digits, written
+from tests.unit.comparing import assert_close, assert_same
+from tests.unit.replicas import ancestors
+from tests.unit.test_config_file import COMPLETE, written
 from trainer.config import load_recipe
 from trainer.inputs import open_inputs
 from trainer.learner import Learner
 from trainer.session import build_session
-
-__all__ = ["digits"]  # A fixture.
 
 READ, COMPUTE = "/device:CPU:0", "/device:CPU:1"
 AUGMENT = """
@@ -48,16 +47,6 @@ def loop_body(executor: MirroredExecutor) -> tf.Graph:
     graph = executor._run_in_graph.get_concrete_function().graph
     (loop,) = (op for op in graph.get_operations() if op.type == "While")
     return graph._get_function(loop.get_attr("body").name).graph
-
-
-def ancestors(op: tf.Operation) -> Iterator[tf.Operation]:
-    seen, left = set(), [op]
-    while left:
-        op = left.pop()
-        if op.name not in seen:
-            seen.add(op.name)
-            yield op
-            left += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
 
 
 def test_length_of_examples_may_differ_between_batches(digits: Path, tmp_path: Path) -> None:
@@ -94,8 +83,7 @@ def test_augmented_examples_are_the_same_in_a_compiled_step(digits: Path, tmp_pa
         assert learner.compiles is compiles
         executor.run(3)
         weights.append(learner.weights())
-    for ours, theirs in zip(*weights, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert_close(*weights, atol=1e-5)
 
 
 def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
@@ -117,7 +105,8 @@ def test_next_batch_is_copied_narrow_to_the_device_and_does_not_wait_for_the_ste
     copy = last.op.inputs[0].op
     assert copy.type == "Identity"
     assert copy.device.endswith(COMPUTE)
-    before = list(ancestors(copy.inputs[0].op))
+    read = copy.inputs[0].op
+    before = {read, *ancestors(read)}
     assert not any(op.device.endswith(COMPUTE) for op in before)
     changes = {op.type for op in body.get_operations() if "Apply" in op.type}
     assert changes, "the step changes variables in this graph"
@@ -156,5 +145,4 @@ def test_equal_bits_wherever_batches_are_finished(
         executor.run(8)
         weights.append(learner.weights())
         assert executor.position.next_batch == 13
-    for ours, theirs in zip(*weights, strict=True):
-        assert np.array_equal(ours, theirs)
+    assert_same(*weights)

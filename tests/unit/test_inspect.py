@@ -28,13 +28,6 @@ from tests.unit.test_split import contents
 run = functools.partial(run_module, cwd=ROOT, module="data.inspect")
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("datasets") / "digits"
-    prepare("digits", str(directory))
-    return directory
-
-
 @pytest.mark.slow
 def test_directory_is_described_with_counts_files_and_first_examples(digits: Path) -> None:
     done = run(f"--data_dir={digits}", "--num_examples=2")

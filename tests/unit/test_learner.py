@@ -1,13 +1,14 @@
 """The maths of a step: the same on any number of replicas, and no setting silently ignored."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, shares, update_of, updater
 from trainer.learner import Learner
 from trainer.step.losses import accuracy, sparse_categorical_crossentropy
@@ -21,6 +22,8 @@ from trainer.step.options import Options, WeightDecayConfig
 
 BATCH = 12
 PENALTY = 0.3
+
+Batch: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 def make_learner(
@@ -56,7 +59,7 @@ def sgd() -> keras.Optimizer:
 
 
 @pytest.fixture
-def batch() -> tuple[np.ndarray, np.ndarray]:
+def batch() -> Batch:
     random = np.random.default_rng(0)
     return random.normal(size=(BATCH, 3)).astype(np.float32), random.integers(0, 5, BATCH)
 
@@ -81,7 +84,7 @@ def summed_gradients(
 @pytest.mark.slow
 @pytest.mark.parametrize("regularised", [False, True], ids=["plain", "regularised"])
 def test_gradients_of_uneven_parts_add_up_to_the_gradient_of_the_batch(
-    batch: tuple[np.ndarray, np.ndarray], regularised: bool
+    batch: Batch, regularised: bool
 ) -> None:
     expected, found = (
         summed_gradients(make_learner(num, sgd, regularised=regularised), num, batch)
@@ -89,13 +92,10 @@ def test_gradients_of_uneven_parts_add_up_to_the_gradient_of_the_batch(
     )
 
     assert max(np.abs(g).max() for g in expected) > 0.01
-    for left, right in zip(expected, found, strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-6)
+    assert_close(expected, found)
 
 
-def test_gradient_is_of_the_mean_loss_plus_the_penalty_once(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_gradient_is_of_the_mean_loss_plus_the_penalty_once(batch: Batch) -> None:
     learner = make_learner(2, sgd, regularised=True)
     kernel = learner.model.trainable_variables[0].value
     inputs, labels = batch
@@ -114,7 +114,7 @@ def test_gradient_is_of_the_mean_loss_plus_the_penalty_once(
     ids=["sgd", "adam", "adagrad"],
 )
 def test_steps_of_two_replicas_end_in_the_weights_of_one(
-    batch: tuple[np.ndarray, np.ndarray], optimizer: Callable[[], keras.Optimizer]
+    batch: Batch, optimizer: Callable[[], keras.Optimizer]
 ) -> None:
     weights = []
     for num in (1, 2):
@@ -125,8 +125,7 @@ def test_steps_of_two_replicas_end_in_the_weights_of_one(
         assert int(learner.step.numpy()) == 5
         assert np.abs(before[0] - learner.model.get_weights()[0]).max() > 1e-3
         weights.append(learner.model.get_weights())
-    for left, right in zip(*weights, strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-5)
+    assert_close(*weights, atol=1e-5)
 
 
 KERAS_OPTIMIZERS = {
@@ -138,9 +137,7 @@ KERAS_OPTIMIZERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(supported_optimizers()))
-def test_optimizer_apply_of_keras_ends_in_the_same_weights(
-    batch: tuple[np.ndarray, np.ndarray], name: str
-) -> None:
+def test_optimizer_apply_of_keras_ends_in_the_same_weights(batch: Batch, name: str) -> None:
     """`update_step`, and the decay that the name stands for, are all that Keras' `apply` does."""
     strategy = replicas(1)
     _, decay = optimizer_named(name, 0.01, 0.0)
@@ -154,8 +151,7 @@ def test_optimizer_apply_of_keras_ends_in_the_same_weights(
         strategy.run(update_of(learner), args=(shares(strategy, batch),))
         optimizer.apply(gradients_of(reference, batch), reference.trainable_variables)
     assert np.abs(before[0] - learner.model.get_weights()[0]).max() > 1e-5
-    for left, right in zip(learner.model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-6)
+    assert_close(learner.model.get_weights(), reference.get_weights())
 
 
 def test_every_keras_optimizer_is_supported_except_wrappers() -> None:
@@ -203,9 +199,7 @@ def test_optimizer_of_a_user_that_overrides_update_step_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_constraint_holds_after_every_update(
-    batch: tuple[np.ndarray, np.ndarray], num_replicas: int
-) -> None:
+def test_constraint_holds_after_every_update(batch: Batch, num_replicas: int) -> None:
     strategy = replicas(num_replicas)
     with strategy.scope():
         keras.utils.set_random_seed(1)
@@ -269,13 +263,10 @@ def test_embedding_learns_as_from_its_dense_gradient(
         assert len(np.unique(gradients[0].indices)) < len(gradients[0].indices)
         dense = [tf.convert_to_tensor(g) for g in gradients]
         of_reference.apply(dense, reference.trainable_variables)
-    for left, right in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-5)
+    assert_close(model.get_weights(), reference.get_weights(), atol=1e-5)
 
 
-def test_penalty_counts_once_without_a_strategy(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_penalty_counts_once_without_a_strategy(batch: Batch) -> None:
     """Synchronous ps computes shares one by one, each as the only replica."""
     learner = make_learner(1, sgd, regularised=True)
     parts = [tuple(part[at] for part in batch) for at in (slice(0, 5), slice(5, None))]
@@ -285,9 +276,7 @@ def test_penalty_counts_once_without_a_strategy(
         np.testing.assert_allclose(expected, sum(summands), atol=1e-6)
 
 
-def test_activity_regulariser_is_exact_on_uneven_parts(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_activity_regulariser_is_exact_on_uneven_parts(batch: Batch) -> None:
     found = []
     for num in (1, 2):
         with replicas(num).scope():
@@ -298,8 +287,7 @@ def test_activity_regulariser_is_exact_on_uneven_parts(
         found.append(summed_gradients(learner, num, batch, 3))
     model(batch[0])
     assert float(model.losses[0]) > 0.01
-    for left, right in zip(*found, strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-6)
+    assert_close(*found)
 
 
 @pytest.mark.slow
@@ -311,9 +299,7 @@ def test_activity_regulariser_is_exact_on_uneven_parts(
     ],
     ids=["scalar", "column"],
 )
-def test_loss_or_metric_without_one_value_per_example_is_refused(
-    batch: tuple[np.ndarray, np.ndarray], loss: Any
-) -> None:
+def test_loss_or_metric_without_one_value_per_example_is_refused(batch: Batch, loss: Any) -> None:
     strategy = replicas(1)
     crossentropy = sparse_categorical_crossentropy
     model = make_learner(1, sgd).model
@@ -337,9 +323,7 @@ def half_precision(policy: str, num_replicas: int = 1) -> Learner:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_mixed_bfloat16_trains_like_float32_up_to_rounding(
-    batch: tuple[np.ndarray, np.ndarray], num_replicas: int
-) -> None:
+def test_mixed_bfloat16_trains_like_float32_up_to_rounding(batch: Batch, num_replicas: int) -> None:
     strategy = replicas(num_replicas)
     losses: list[list[float]] = []
     for policy in ("mixed_bfloat16", "float32"):
@@ -355,9 +339,7 @@ def test_mixed_bfloat16_trains_like_float32_up_to_rounding(
 
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=["bfloat16", "float16"])
-def test_losses_and_penalties_in_16_bits_are_added_in_float32(
-    batch: tuple[np.ndarray, np.ndarray], dtype: Any
-) -> None:
+def test_losses_and_penalties_in_16_bits_are_added_in_float32(batch: Batch, dtype: Any) -> None:
     strategy = replicas(1)
     model = make_learner(1, sgd, regularised=True).model
 
@@ -382,19 +364,16 @@ def test_loss_is_scaled_if_any_nested_layer_is_float16() -> None:
     assert half_precision("mixed_bfloat16").loss_scale is None
 
 
-def test_gradients_change_no_trainable_variable(batch: tuple[np.ndarray, np.ndarray]) -> None:
+def test_gradients_change_no_trainable_variable(batch: Batch) -> None:
     strategy = replicas(1)
     learner = make_learner(1, sgd)
     before = [w.copy() for w in learner.model.get_weights()]
     strategy.run(learner.gradients, args=(shares(strategy, batch),))
     assert int(learner.step.numpy()) == 0
-    for left, right in zip(before, learner.model.get_weights(), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_same(before, learner.model.get_weights())
 
 
-def test_graph_of_unknown_batch_size_measures_all_examples(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_graph_of_unknown_batch_size_measures_all_examples(batch: Batch) -> None:
     learner = make_learner(1, sgd)
     specs = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64))
     measured = tf.function(lambda *batch: learner.gradients(batch)[1], input_signature=specs)
@@ -408,7 +387,7 @@ def test_graph_of_unknown_batch_size_measures_all_examples(
 
 @pytest.mark.parametrize("wrong", ["loss", "accuracy"])
 def test_value_of_only_some_examples_is_refused_if_shapes_are_unknown(
-    wrong: str, batch: tuple[np.ndarray, np.ndarray]
+    wrong: str, batch: Batch
 ) -> None:
     learner = make_learner(1, sgd)
     objective: Any = learner.objective
@@ -433,9 +412,7 @@ def test_value_of_only_some_examples_is_refused_if_shapes_are_unknown(
         assert gradients(*map(tf.constant, whole)).numpy()[1::2].tolist() == [BATCH] * 2
 
 
-def test_losses_added_by_a_layer_may_have_one_value_per_example(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_losses_added_by_a_layer_may_have_one_value_per_example(batch: Batch) -> None:
     class Adding(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
             self.add_loss(tf.reduce_sum(inputs**2, axis=1))
@@ -457,7 +434,7 @@ def test_losses_added_by_a_layer_may_have_one_value_per_example(
     np.testing.assert_allclose(sums[0], plain + added + BATCH * penalty, rtol=1e-5)
 
 
-def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]) -> None:
+def test_learning_rate_follows_its_schedule(batch: Batch) -> None:
     strategy = replicas(1)
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
     learner = make_learner(1, lambda: keras.optimizers.SGD(schedule))
@@ -468,9 +445,7 @@ def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]
     assert rates == [0.5, 0.5, 0.25]
 
 
-def test_examples_of_weight_zero_do_not_count_even_if_they_are_nan(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_examples_of_weight_zero_do_not_count_even_if_they_are_nan(batch: Batch) -> None:
     learner = make_learner(1, sgd)
     inputs, labels = batch
     weights = np.array([1] * 7 + [0] * 5, np.float32)
@@ -507,9 +482,7 @@ def test_optimizer_setting_that_would_be_ignored_is_refused(setting: dict[str, A
         check_optimizer(keras.optimizers.SGD(0.1, **setting))
 
 
-def test_variable_without_a_gradient_does_not_change(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_variable_without_a_gradient_does_not_change(batch: Batch) -> None:
     for num in (1, 2):
         with replicas(num).scope():
             inputs = keras.Input((3,))

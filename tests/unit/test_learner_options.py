@@ -1,5 +1,6 @@
 """What each option of a step does, against its formula; tests/cluster: on every strategy."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import tensorflow as tf
 
 from strategies.position import Position
 from strategies.ps.placement import dry_run
-from tests.unit.replicas import replicas, shares, updater
-from tests.unit.test_learner import BATCH, gradients_of
+from tests.unit import comparing
+from tests.unit.replicas import ancestors, replicas, shares, updater
+from tests.unit.test_learner import BATCH, Batch, gradients_of
+from tests.unit.test_learner import batch as batch
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.hooks.export import Export
 from trainer.learner import Learner
@@ -29,12 +32,7 @@ from trainer.step.options import (
 )
 
 RATE = 0.5
-
-
-@pytest.fixture
-def batch() -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(0)
-    return random.normal(size=(BATCH, 3)).astype(np.float32), random.integers(0, 5, BATCH)
+assert_close = functools.partial(comparing.assert_close, atol=2e-6)
 
 
 def build_model() -> keras.Model:
@@ -75,11 +73,6 @@ def gradients_at(values: Sequence[np.ndarray], batch: Any) -> list[np.ndarray]:
     return [g.numpy() for g in gradients_of(model, batch)]
 
 
-def assert_close(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> None:
-    for ours, theirs in zip(left, right, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-6)
-
-
 def norm(gradients: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(sum(np.sum(g**2) for g in gradients)))
 
@@ -98,7 +91,7 @@ CLIPS: dict[str, tuple[ClipConfig, Callable[[list[np.ndarray]], list[np.ndarray]
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", CLIPS)
 def test_gradient_of_the_complete_batch_is_clipped(
-    batch: tuple[np.ndarray, np.ndarray], kind: str, num_replicas: int
+    batch: Batch, kind: str, num_replicas: int
 ) -> None:
     clip, formula = CLIPS[kind]
     learner = make_learner(Options(clip=clip), num_replicas)
@@ -122,9 +115,7 @@ def test_gradient_of_an_embedding_is_clipped_as_the_dense_one_is() -> None:
     assert norm([before[0] - weights(learner)[0]]) == pytest.approx(0.05, rel=1e-4)
 
 
-def test_weight_decay_shrinks_variables_except_the_excluded(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_weight_decay_shrinks_variables_except_the_excluded(batch: Batch) -> None:
     options = Options(weight_decay=WeightDecayConfig(rate=0.1, exclude="bias|first/kernel"))
     learner = make_learner(options)
     before = weights(learner)
@@ -139,7 +130,7 @@ def test_weight_decay_shrinks_variables_except_the_excluded(
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_penalty_counts_once_for_the_variables_of_the_pattern(
-    batch: tuple[np.ndarray, np.ndarray], num_replicas: int
+    batch: Batch, num_replicas: int
 ) -> None:
     strategy = replicas(num_replicas)
     options = Options(penalty=PenaltyConfig(l1=0.02, l2=0.03, variables="first/kernel"))
@@ -158,9 +149,7 @@ def test_penalty_counts_once_for_the_variables_of_the_pattern(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 5, 12])
-def test_micro_batches_add_up_to_the_batch(
-    batch: tuple[np.ndarray, np.ndarray], parts: int
-) -> None:
+def test_micro_batches_add_up_to_the_batch(batch: Batch, parts: int) -> None:
     penalty = PenaltyConfig(l2=0.1)
     complete = make_learner(Options(penalty=penalty), momentum=0.9)
     cut = make_learner(Options(penalty=penalty, micro_batches=parts), momentum=0.9)
@@ -183,23 +172,11 @@ def test_micro_batches_are_computed_one_after_another() -> None:
     assert all(before in ancestors(second[0]) for before in first)
 
 
-def ancestors(op: Any) -> set[Any]:
-    """All that an op waits for."""
-    found: set[Any] = set()
-    todo = [op]
-    while todo:
-        op = todo.pop()
-        before = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
-        todo += [b for b in before if b not in found]
-        found |= set(before)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_average_follows_the_weights_and_is_evaluated_and_exported(
-    batch: tuple[np.ndarray, np.ndarray], num_replicas: int, warmup: bool, tmp_path: Path
+    batch: Batch, num_replicas: int, warmup: bool, tmp_path: Path
 ) -> None:
     strategy = replicas(num_replicas)
     learner = make_learner(Options(ema=EmaConfig(decay=0.8, warmup=warmup)), num_replicas)
@@ -237,7 +214,7 @@ def test_average_follows_the_weights_and_is_evaluated_and_exported(
 
 
 def test_averages_are_saved_with_the_weights_and_belong_to_the_identity(
-    batch: tuple[np.ndarray, np.ndarray], tmp_path: Path
+    batch: Batch, tmp_path: Path
 ) -> None:
     options = Options(ema=EmaConfig(decay=0.8))
     learner = make_learner(options)
@@ -389,9 +366,7 @@ def state_of(learner: Learner, strategy: Any) -> list[list[np.ndarray]]:
 
 
 @pytest.mark.slow
-def test_overflow_on_one_replica_skips_the_step_on_all(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_overflow_on_one_replica_skips_the_step_on_all(batch: Batch) -> None:
     strategy = replicas(2)
     learner = half_precision(LossScaleConfig(initial=1024.0), 2)
     update = updater(learner, 2)
@@ -425,9 +400,7 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
     assert learner.loss_scale.report() == {"loss_scale": 512.0, "skipped_steps": 1}
 
 
-def test_scale_is_doubled_after_finite_steps_and_never_below_one(
-    batch: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_scale_is_doubled_after_finite_steps_and_never_below_one(batch: Batch) -> None:
     learner = half_precision(LossScaleConfig(initial=4.0, growth_steps=3))
     update = updater(learner)
     overflowing = np.full_like(batch[0], 1e6), batch[1]
@@ -464,7 +437,7 @@ def test_loss_is_scaled_so_that_small_gradients_do_not_become_zero() -> None:
     assert found == [0.0, pytest.approx(1e-8, rel=1e-2)]
 
 
-def test_scale_is_saved_and_restored(batch: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
+def test_scale_is_saved_and_restored(batch: Batch, tmp_path: Path) -> None:
     learner = half_precision(LossScaleConfig(initial=8.0, growth_steps=3))
     update = updater(learner)
     overflowing = np.full_like(batch[0], 1e6), batch[1]

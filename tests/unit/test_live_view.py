@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
+from tests.commands import run_python
 from tests.terminal import ENTER, HIDE_CURSOR, LEAVE, SHOW_CURSOR, Terminal
 from tests.unit.test_goodput import steps, write_process
 from trainer.hooks.terminal import COMPILING, progress_line
@@ -377,9 +378,7 @@ def test_lines_are_printed_where_a_screen_is_not_wanted(
 ) -> None:
     (tmp_path / "go").touch()
     if how == "pipe":
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run([sys.executable, *program], env=env, capture_output=True, text=True)
-        output = done.stdout
+        output = run_python(*program).stdout
     else:
         env = {} if how == "--plain" else {how: "dumb" if how == "TERM" else "1"}
         argv = [*program, how] if how == "--plain" else program

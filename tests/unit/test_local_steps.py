@@ -21,6 +21,7 @@ from strategies.position import Position, Reached
 from strategies.step_errors import DataFaultError
 from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats
+from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.build import build_learner, check_for_strategy
@@ -129,64 +130,72 @@ def round_alone(training: Training, first: int, of_replicas: list[Weights]) -> l
     return of_replicas
 
 
-def test_outer_step_is_nesterov_momentum_of_the_mean_change(tmp_path: Path) -> None:
-    training = Training(tmp_path / "data", OUTER)
-    weights = training.weights()
-    momenta = [np.zeros_like(weight) for weight in weights]
-    for first in (0, EVERY):
-        of_replicas = round_alone(training, first, [weights, weights])
-        for index, before in enumerate(weights):
-            mean = (of_replicas[0][index] + of_replicas[1][index]) / 2 - before
-            momenta[index] = 0.9 * momenta[index] + mean
-            weights[index] = before + 0.7 * (mean + 0.9 * momenta[index])
-    training.executor.run(2 * EVERY)
-    for found, expected in zip(training.weights(), weights, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-    kept = training.learner.local_steps
-    assert kept is not None
-    for momentum, expected in zip(kept.momenta, momenta, strict=True):
-        found = np.asarray(momentum.numpy())
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+def reference(
+    training: Training, options: LocalStepsConfig, shares: tuple[float, float], num_rounds: int
+) -> tuple[Weights, Weights]:
+    """The average and the momenta after some rounds, by the formula in strategies/local_rounds.py.
+
+    `shares` are the replicas' parts of the mean; their sum is 2.
+    """
+    average = training.weights()
+    momenta = [np.zeros_like(weight) for weight in average]
+    of_replicas, in_flight = [average, average], [np.zeros_like(weight) for weight in average]
+
+    def outer_step(mean: Weights) -> None:
+        nonlocal average
+        for index, change in enumerate(mean):
+            momenta[index] = options.outer_momentum * momenta[index] + change
+        nesterov = zip(average, mean, momenta, strict=True)
+        average = [
+            old + options.outer_learning_rate * (change + options.outer_momentum * momentum)
+            for old, change, momentum in nesterov
+        ]
+
+    for first in range(0, num_rounds * EVERY, EVERY):
+        starts, of_replicas = of_replicas, round_alone(training, first, of_replicas)
+        changes = [
+            [new - old for new, old in zip(*pair, strict=True)]
+            for pair in zip(of_replicas, starts, strict=True)
+        ]
+        mean = [
+            sum(share * change for share, change in zip(shares, pair, strict=True)) / 2
+            for pair in zip(*changes, strict=True)
+        ]
+        if options.overlap:  # Each continues from the average before, with its own changes.
+            outer_step(in_flight)
+            in_flight = mean
+            of_replicas = [
+                [old + change for old, change in zip(average, own, strict=True)] for own in changes
+            ]
+        else:
+            outer_step(mean)
+            of_replicas = [average, average]
+    if options.overlap:
+        outer_step(in_flight)
+    return average, momenta
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_mean_is_weighted_by_what_each_replica_has_done(tmp_path: Path, overlap: bool) -> None:
-    training = Training(tmp_path / "data", dataclasses.replace(PLAIN, overlap=overlap))
-    of_weights = (1.5, 0.5)
+@pytest.mark.parametrize(("options", "shares"), [(OUTER, (1.0, 1.0)), (PLAIN, (1.5, 0.5))])
+def test_average_is_that_of_the_formula(
+    options: LocalStepsConfig, shares: tuple[float, float], overlap: bool, tmp_path: Path
+) -> None:
+    options = dataclasses.replace(options, overlap=overlap)
+    training = Training(tmp_path / "data", options)
     rounds, strategy = training.executor._rounds, training.executor.strategy
     assert rounds is not None
     rounds.weight = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(of_weights[context.replica_id_in_sync_group])
+        lambda context: tf.constant(shares[context.replica_id_in_sync_group])
     )
-    starts = training.weights()
-    average, in_flight = starts, [0 * weight for weight in starts]
-    of_replicas = [starts, starts]
-    for first in (0, EVERY):
-        before, of_replicas = of_replicas, round_alone(training, first, of_replicas)
-        changes = [
-            [new - old for new, old in zip(*pair, strict=True)]
-            for pair in zip(of_replicas, before, strict=True)
-        ]
-        mean = [
-            (1.5 * one + 0.5 * other) / 2 for one, other in zip(changes[0], changes[1], strict=True)
-        ]
-        if not overlap:
-            average = [old + change for old, change in zip(average, mean, strict=True)]
-            of_replicas = [average, average]
-            continue
-        average = [old + change for old, change in zip(average, in_flight, strict=True)]
-        in_flight = mean
-        of_replicas = [
-            [old + change for old, change in zip(average, own, strict=True)] for own in changes
-        ]
-    if overlap:
-        average = [old + change for old, change in zip(average, in_flight, strict=True)]
-    training.executor.run(2 * EVERY)
-    for found, expected in zip(training.weights(), average, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-    for one, other in zip(*training.copies(), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert int(training.learner.step.numpy()) == 2 * EVERY
+    average, momenta = reference(training, options, shares, num_rounds=3)
+    training.executor.run(3 * EVERY)
+    assert_close(training.weights(), average)
+    assert_same(*training.copies())
+    assert int(training.learner.step.numpy()) == 3 * EVERY
+    kept = training.learner.local_steps
+    assert kept is not None
+    if options.outer_momentum:
+        assert_close((momentum.numpy() for momentum in kept.momenta), momenta)
 
 
 def test_mean_after_each_step_of_sgd_is_the_step_of_the_batch(tmp_path: Path) -> None:
@@ -194,19 +203,19 @@ def test_mean_after_each_step_of_sgd_is_the_step_of_the_batch(tmp_path: Path) ->
     local, summed = Training(tmp_path / "a", each), Training(tmp_path / "b", LocalStepsConfig())
     for training in (local, summed):
         training.executor.run(7)
-    for found, expected in zip(local.weights(), summed.weights(), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert_close(local.weights(), summed.weights())
 
 
+@pytest.mark.slow
 def test_compiled_by_xla_local_steps_are_the_same(tmp_path: Path) -> None:
     plain = Training(tmp_path / "a", OUTER)
     compiled = Training(tmp_path / "b", OUTER, jit_compile=True)
     for training in (plain, compiled):
         training.executor.run(2 * EVERY)
-    for found, expected in zip(compiled.weights(), plain.weights(), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert_close(compiled.weights(), plain.weights())
 
 
+@pytest.mark.slow
 def test_slots_of_the_optimizer_are_not_sent_in_16_bits(tmp_path: Path) -> None:
     adam = functools.partial(keras.optimizers.Adam, 0.001)
     found = []
@@ -227,8 +236,7 @@ def test_all_that_a_step_changes_is_equal_on_all_replicas_after_a_call(tmp_path:
     before = training.copies()
     training.executor.run(EVERY)
     first, second = training.copies()
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(first, second)
     changed = [not np.array_equal(old, new) for old, new in zip(before[0], first, strict=True)]
     learner = training.learner
     names = [v.name for v in (*learner.model.variables, *learner.optimizer.variables)]
@@ -236,47 +244,11 @@ def test_all_that_a_step_changes_is_equal_on_all_replicas_after_a_call(tmp_path:
     assert unchanged == ["seed_generator_state", "learning_rate"]
 
 
-@pytest.mark.parametrize("asked", [1, EVERY, EVERY + 1])
-def test_a_call_ends_with_an_average(asked: int, tmp_path: Path) -> None:
+def test_each_call_ends_with_an_average(tmp_path: Path) -> None:
     training = Training(tmp_path / "a", OUTER)
-    training.executor.run(asked)
-    assert int(training.learner.step.numpy()) == -(-asked // EVERY) * EVERY
-
-
-def test_overlapped_average_has_the_changes_of_the_round_before(tmp_path: Path) -> None:
-    """A reference in NumPy of the formula in strategies/local_rounds.py."""
-    overlapped = dataclasses.replace(OUTER, overlap=True)
-    training = Training(tmp_path / "data", overlapped)
-    average = training.weights()
-    momenta = [np.zeros_like(weight) for weight in average]
-    num_rounds = 3
-    of_replicas, in_flight = [average, average], None
-
-    def outer_step(changes: list[Weights]) -> None:
-        for index, old in enumerate(average):
-            mean = (changes[0][index] + changes[1][index]) / 2
-            momenta[index] = 0.9 * momenta[index] + mean
-            average[index] = old + 0.7 * (mean + 0.9 * momenta[index])
-
-    for first in range(0, num_rounds * EVERY, EVERY):
-        starts, of_replicas = of_replicas, round_alone(training, first, of_replicas)
-        changes = [
-            [new - old for new, old in zip(*pair, strict=True)]
-            for pair in zip(of_replicas, starts, strict=True)
-        ]
-        if in_flight is not None:
-            outer_step(in_flight)
-        of_replicas = [
-            [old + change for old, change in zip(average, own, strict=True)] for own in changes
-        ]
-        in_flight = changes
-    outer_step(changes)
-    training.executor.run(num_rounds * EVERY)
-    for found, expected in zip(training.weights(), average, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-    first_copies, second_copies = training.copies()
-    for one, other in zip(first_copies, second_copies, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for asked, done in ((1, EVERY), (EVERY, 2 * EVERY), (EVERY + 1, 4 * EVERY)):
+        training.executor.run(asked)
+        assert int(training.learner.step.numpy()) == done
 
 
 @pytest.mark.parametrize(("overlap", "sizes"), [(True, [4 * EVERY]), (False, [2] * 4)])
@@ -330,8 +302,7 @@ def test_after_an_error_between_two_averages_the_state_is_that_of_the_first(tmp_
     assert not np.array_equal(first[0], second[0])
     assert executor.return_to_complete_step() == Reached(2 * EVERY, Position(2 * EVERY), {})
     for copies in training.copies():
-        for old, new in zip(before, copies, strict=True):
-            np.testing.assert_array_equal(old, new)
+        assert_same(before, copies)
 
 
 def test_after_a_roll_back_rounds_begin_with_the_restored_state(tmp_path: Path) -> None:
@@ -356,8 +327,7 @@ def test_after_a_roll_back_rounds_begin_with_the_restored_state(tmp_path: Path) 
     again.executor.roll_back(restore)
     training.executor.run(EVERY)
     again.executor.run(EVERY)
-    for found, expected in zip(again.copies()[1], training.copies()[0], strict=True):
-        np.testing.assert_array_equal(found, expected)
+    assert_same(again.copies()[1], training.copies()[0])
 
 
 @pytest.mark.parametrize(

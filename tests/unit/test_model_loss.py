@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.comparing import assert_close
 from tests.unit.replicas import replicas, updater
 from tests.unit.test_learner import BATCH
 from trainer.learner import Learner
@@ -56,8 +57,7 @@ def trained(kind: type[keras.Model], batch: Any, num_replicas: int) -> list[np.n
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_weights_are_those_of_the_same_loss_as_a_function(num_replicas: int, batch: Any) -> None:
     expected = trained(keras.Model, batch, 1)
-    for ours, theirs in zip(trained(Own, batch, num_replicas), expected, strict=True):
-        assert np.allclose(ours, theirs, atol=1e-6)
+    assert_close(trained(Own, batch, num_replicas), expected)
 
 
 @pytest.mark.parametrize("num_padded", [0, 3, BATCH])

@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from benchmarks.slow_link import SlowLink
 from data.system import files, object_store
 from data.system.object_store import MissingObstoreError, UnavailableError
 from data.system.scratch import scratch_dir
+from tests.commands import run_python
 from tests.s3 import link, needs_s3, url
 from trainer.run_files import local_dir
 from trainer.run_record.report_upload import ReportUpload, uploading_reports
@@ -101,8 +101,7 @@ for call in (files.exists, files.is_dir, files.names_in, files.read_text):
         print("unavailable:", error)
 """
     # TensorFlow tries again for minutes after most errors of a network, but not after this one.
-    env = {**os.environ, "https_proxy": "http://no-host.invalid:9", "NO_GCE_CHECK": "true"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = run_python("-c", code, https_proxy="http://no-host.invalid:9", NO_GCE_CHECK="true")
     lines = done.stdout.splitlines()
     assert len(lines) == 4, done
     for line in lines:

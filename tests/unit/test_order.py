@@ -4,8 +4,6 @@ anywhere."""
 import dataclasses
 import itertools
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from data.order import Order, replica_lanes
 from data.system.errors import UsageError
 from data.tfrecord.split import chunk_examples_for
 from strategies.position import Position, refuse_open_sub_batches
+from tests.commands import run_python
 from tests.unit import mixing
 from trainer.config import Config, DataConfig, num_lanes
 
@@ -334,4 +333,4 @@ def test_order_and_records_do_not_import_tensorflow() -> None:
     # The launcher checks data before it starts anything, and TensorFlow takes seconds to import.
     imports = "import sys, data.order, data.tfrecord.split, data.features"
     code = f"{imports}; assert 'tensorflow' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code, check=True)

@@ -9,20 +9,23 @@ import pytest
 from data.system.pipes import EXIT_WITHOUT_READER
 from tests.cluster.runs import ROOT
 
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "env"),
     [
-        ("trainer", "--help"),
-        ("trainer", "--version"),
-        ("trainer.doctor", "--help"),
-        ("trainer.evaluate", "--help"),
-        ("trainer.runs", ".", "--json"),
-        ("data.inspect", "--help"),
-        ("data.prepare", "--help"),
+        (("trainer", "--help"), {}),
+        (("trainer", "--help"), UNBUFFERED),
+        (("trainer", "--version"), {}),
+        (("trainer.doctor", "--help"), {}),
+        (("trainer.evaluate", "--help"), {}),
+        (("trainer.runs", ".", "--json"), {}),
+        (("trainer.runs", ".", "--json"), UNBUFFERED),
+        (("data.inspect", "--help"), {}),
+        (("data.prepare", "--help"), {}),
     ],
 )
-@pytest.mark.parametrize("env", [{}, {"PYTHONUNBUFFERED": "1"}])
 def test_command_whose_reader_has_ended_prints_nothing(
     command: tuple[str, ...], env: dict[str, str], tmp_path: Path
 ) -> None:

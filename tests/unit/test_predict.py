@@ -27,13 +27,6 @@ from trainer.predict.records import records_of
 NUM = 12
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("datasets") / "digits"
-    prepare("digits", str(directory))
-    return directory
-
-
 def build_model(config: trainer.Config) -> keras.Model:
     layers = keras.layers
     stack = [layers.Flatten(), layers.Dense(10)]

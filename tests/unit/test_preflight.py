@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from data.prepare.preparing import prepare
 from tests.faults.disks import mounted
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import DiskError
@@ -143,10 +142,9 @@ def test_no_place_for_temporary_files_is_explained() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_check_says_how_large_tables_are(tmp_path: Path) -> None:
-    prepare("digits", str(tmp_path / "digits"))
+def test_check_says_how_large_tables_are(digits: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tests/cluster/configs/tables.py")
-    recipe.config.data_dir = str(tmp_path / "digits")
+    recipe.config.data_dir = str(digits)
     lines = preflight(recipe, str(tmp_path / "run")).describe(3, 0).splitlines()
     tables = [line.partition(": ")[2] for line in lines if line.startswith("table ")]
     # Rows of 8 numbers, and as many of Adagrad's accumulator.

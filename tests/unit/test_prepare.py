@@ -23,6 +23,7 @@ from data.prepare.sources import Options
 from data.system import files
 from data.system.files import DataError
 from data.tfrecord import split as records
+from tests.commands import run_python
 from tests.unit.test_split import contents
 
 ROOT = Path(__file__).parents[2]
@@ -49,14 +50,7 @@ def digest(directory: Path) -> dict[str, str]:
 def run(
     *arguments: str, cwd: Path, module: str = "data.prepare"
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return run_python("-m", module, *arguments, cwd=cwd)
 
 
 def write_idx(path: Path, array: np.ndarray, compress: bool = False) -> None:

@@ -1,13 +1,12 @@
 """The public interface of Python: documented names are the names, and the import is cheap."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 import trainer
 from tests.cluster.runs import ROOT
+from tests.commands import run_python
 from trainer.api.arguments import words_of
 from trainer.config import Config, flatten
 
@@ -30,8 +29,7 @@ def test_name_that_is_not_public_is_an_attribute_error() -> None:
 
 def test_import_loads_neither_tensorflow_nor_flags() -> None:
     code = "import sys, trainer; print({'tensorflow', 'keras', 'absl', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
+    assert run_python("-c", code, check=True).stdout == "set()\n"
 
 
 def test_types_are_announced() -> None:

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from data.order import Order, _mix
+from tests.unit.comparing import assert_close
 from tests.unit.replicas import replicas
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
@@ -301,5 +302,4 @@ def test_parts_end_in_the_weights_of_one_batch_for_any_keras_seed(options: Optio
     )
     assert np.abs(alone[-1]).max() > 0.01
     for others in (seeded, shared):
-        for left, right in zip(alone, others, strict=True):
-            np.testing.assert_allclose(left, right, atol=1e-5)
+        assert_close(alone, others, atol=1e-5)

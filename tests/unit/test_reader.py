@@ -3,8 +3,6 @@
 import concurrent.futures
 import dataclasses
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from data.prepare import writing
 from data.system import files
 from data.tfrecord import split as records
 from data.tickets import DiskTickets
+from tests.commands import run_python
 from tests.unit.test_split import flip
 
 NUM_EXAMPLES = 3011  # A prime: no batch size divides it.
@@ -267,6 +266,7 @@ def test_files_of_another_file_system_are_read_too(split: records.Split) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_process_that_ends_in_the_midst_of_reading_does_end(tmp_path: Path) -> None:
     # The tf.function and the iterator it takes from are a cycle, as in an executor.
     code = f"""
@@ -285,7 +285,7 @@ def main():
 
 main()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_python("-c", code, check=True)
 
 
 def test_order_over_other_data_is_refused(split: records.Split) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from strategies.cluster import rendezvous
+from strategies.cluster import peers, rendezvous
 from strategies.cluster.peers import Identity, greeting_at
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.rendezvous import (
@@ -148,7 +148,7 @@ class Waiting:
         return expected
 
     def waits_on(self) -> bool:
-        self._thread.join(timeout=1.0)
+        self._thread.join(timeout=0.6)  # It looks every 0.2 s.
         return self._thread.is_alive()
 
     def ends(self) -> bool:
@@ -213,20 +213,24 @@ def test_process_of_another_generation_does_not_count_nor_does_its_server(networ
 
 @pytest.mark.parametrize("timeout_secs", [100.0, 0.0])
 def test_task_that_connects_ends_when_another_process_waits_in_a_place(
-    timeout_secs: float, network: Network
+    timeout_secs: float, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rendezvous, "_WATCH_SECS", 0.1)
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     network.waiting[WORKERS[0]] = Greeting(WORKERS[0], "a", met="of all")  # It leaves later.
     network.serving = {WORKERS[1]}
     processes = {WORKERS[0]: "a", WORKERS[1]: "b"}
     with connecting(network.clusters[2], timeout_secs, lost.put, processes):
         with pytest.raises(queue.Empty):
-            lost.get(timeout=2.5)
+            lost.get(timeout=0.5)
         network.waiting[WORKERS[1]] = Greeting(WORKERS[1], "b2")
         assert lost.get(timeout=20) == "worker 1 was started again"
 
 
-def test_server_of_another_task_in_a_place_is_named(network: Network) -> None:
+def test_server_of_another_task_in_a_place_is_named(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
     network.tasks[network.clusters[0].address] = WORKERS[1]
     network.serving = {WORKERS[1]}
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but worker 1"):

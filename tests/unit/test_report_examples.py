@@ -1,8 +1,6 @@
 """What the report says about a classifier equals what its model predicts."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import tensorflow as tf
 import trainer
 from data.prepare.preparing import prepare
 from data.tfrecord.split import batched_records, open_split
+from tests.commands import run_python
 from trainer.report.examples import Classified, classified
 
 NAMES = [f"the {i}" for i in range(10)]
@@ -66,7 +65,7 @@ def test_counts_and_worst_examples_are_those_of_the_model(
 @pytest.mark.slow
 def test_page_shows_the_names_of_the_classes(run: trainer.Result, found: Classified) -> None:
     assert found.class_names == NAMES
-    subprocess.run([sys.executable, "-m", "trainer.report", run.model_dir], check=True)
+    run_python("-m", "trainer.report", run.model_dir, check=True)
     page = (directory_of(run) / "run" / "report.html").read_text()
     worst = found.worst[0]
     assert f"{NAMES[worst.label]}, taken for {NAMES[worst.predicted]}<br>" in page

@@ -17,7 +17,8 @@ from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from tests.damage import flip_bit
-from tests.unit.toy import BATCH, Toy, assert_same_state
+from tests.unit.comparing import assert_same
+from tests.unit.toy import BATCH, Toy
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
@@ -107,7 +108,7 @@ def test_examples_before_a_nan_are_skipped_and_other_steps_are_unchanged(
     undisturbed.executor.run(8)
     undisturbed.executor.roll_back(lambda: (Position(11), {}))
     undisturbed.executor.run(7)
-    assert_same_state(run.toy.state(), undisturbed.state())
+    assert_same(run.toy.state(), undisturbed.state())
 
     reported = dict(run.recorded.reports)
     assert [step for step, _ in run.recorded.reports] == [3, 6, 9, 9, 12, 15]
@@ -129,7 +130,7 @@ def test_skips_are_saved_and_a_resumed_run_ends_bit_for_bit(split: Split, tmp_pa
     Run(split, tmp_path / "parts", 5, last_step=13).train(most_recoveries=2)
     resumed = Run(split, tmp_path / "parts", 18, last_step=24)
     assert resumed.train(most_recoveries=2) == 24
-    assert_same_state(uninterrupted.toy.state(), resumed.toy.state())
+    assert_same(uninterrupted.toy.state(), resumed.toy.state())
     position = resumed.toy.executor.position
     assert position == uninterrupted.toy.executor.position
     assert len(position.skipped) == 2

@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from tests.commands import run_python
 from trainer.guards.signals import StopSignals, stop_signals
 
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGXCPU, signal.SIGHUP]
@@ -54,12 +54,7 @@ def test_handler_that_a_library_replaced_is_set_again() -> None:
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
     program = "import os, signal, threading, time\nfrom trainer.guards.signals import StopSignals\n"
-    return subprocess.run(
-        [sys.executable, "-c", program + textwrap.dedent(body)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_python("-c", program + textwrap.dedent(body))
 
 
 @EACH

@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,8 @@ from data.prepare.catalog import open_source
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv, folder
 from data.system.files import DataError
-from tests.unit.test_prepare import ROOT, digest, needs_tfds, read_all, serialized, write_idx
+from tests.commands import run_python
+from tests.unit.test_prepare import digest, needs_tfds, read_all, serialized, write_idx
 
 RANDOM = np.random.default_rng(0)
 
@@ -122,12 +121,12 @@ LOADS = "import scipy.io, sys; scipy.io.loadmat(sys.argv[1])"
 @pytest.mark.parametrize(
     ("compress", "cut", "place"),
     [
-        (True, 100, None),
+        pytest.param(True, 100, None, marks=pytest.mark.slow),
         (True, 2000, None),
-        (True, 4000, None),
+        pytest.param(True, 4000, None, marks=pytest.mark.slow),
         (True, None, 1000),
         (False, None, 184),
-        (False, None, 185),
+        pytest.param(False, None, 185, marks=pytest.mark.slow),
     ],
 )
 def test_svhn_file_that_is_cut_short_or_has_a_wrong_byte_is_named(
@@ -142,7 +141,7 @@ def test_svhn_file_that_is_cut_short_or_has_a_wrong_byte_is_named(
     if place is not None:
         content[place] ^= 0xFF
     path.write_bytes(content)
-    assert subprocess.run([sys.executable, "-c", LOADS, path], capture_output=True).returncode
+    assert run_python("-c", LOADS, str(path)).returncode
     with pytest.raises(DataError, match=r"train_32x32\.mat .* is damaged or cut short") as refusal:
         prepare("svhn", str(tmp_path / "out"), str(tmp_path))
     assert len(str(refusal.value).splitlines()) == 1
@@ -737,8 +736,7 @@ for num_processes in (2, 1):
 @pytest.mark.slow
 def test_result_is_the_same_bytes_whatever_the_number_of_processes(tmp_path: Path) -> None:
     source, _ = many_sources(tmp_path / "sources", 60)["svhn"]
-    done = run_python(WRITES, [source, str(tmp_path / "out")])
-    assert done.returncode == 0, done.stderr
+    run_python("-c", WRITES, json.dumps([source, str(tmp_path / "out")]), check=True)
     assert len(list((tmp_path / "out-1").glob("*train.tfrecord-*"))) > 3
     assert digest(tmp_path / "out-1") == digest(tmp_path / "out-2")
 
@@ -769,19 +767,9 @@ except (files.DataError, OSError) as error:
 def test_failure_in_one_process_ends_all_and_leaves_nothing(
     tmp_path: Path, how: str, said: str
 ) -> None:
-    done = run_python(FAILS, [str(tmp_path), how])
+    done = run_python("-c", FAILS, json.dumps([str(tmp_path), how]))
     assert said in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def run_python(program: str, argument: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, json.dumps(argument)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
 
 
 MEASURES = """
@@ -811,8 +799,7 @@ def test_memory_does_not_grow_with_the_number_of_examples(tmp_path: Path) -> Non
     for name, (source, options) in large.items():
         pairs = [(small[name][0], str(tmp_path / f"{name}-1")), (source, str(tmp_path / name))]
         jobs.append([name, options.given(), *pairs])
-    done = run_python(MEASURES, jobs)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", MEASURES, json.dumps(jobs), check=True)
     more_mib = dict(line.split() for line in done.stdout.splitlines())
     assert more_mib.keys() == large.keys()
     for name, more in more_mib.items():
@@ -836,6 +823,5 @@ def test_memory_does_not_grow_with_the_rows_of_a_row_group(tmp_path: Path) -> No
         parquet.write_table(table, tmp_path / f"{rows}.parquet", row_group_size=rows)
         pairs.append((f"{tmp_path}/{rows}.parquet", f"{tmp_path}/out-{rows}"))
     assert os.path.getsize(pairs[1][0]) > 25 << 20, "there was something to hold"
-    done = run_python(MEASURES, [("parquet:x", {}, *pairs)])
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", MEASURES, json.dumps([("parquet:x", {}, *pairs)]), check=True)
     assert int(done.stdout.split()[1]) < 20, done.stdout

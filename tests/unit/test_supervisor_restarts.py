@@ -50,7 +50,7 @@ def test_ps_worker_that_dies_ends_or_hangs_is_restarted_alone_at_its_address(
             note("again")
         await_note("again-worker-0")
     """
-    report = run(tmp_path, PS, body, max_restarts=3, stall_timeout_secs=6.0)
+    report = run(tmp_path, PS, body, max_restarts=3, stall_timeout_secs=4.0)
     assert causes(report) == [("worker 0", code, 1) for code in (KILLED, 75, KILLED)]
     assert "unresponsive" in report.restarts[2].cause.failure
     assert report.exit_code == 0

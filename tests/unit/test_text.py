@@ -14,6 +14,7 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import Options, Source
 from data.system.files import DataError
 from strategies.metrics import means
+from tests.unit.comparing import assert_same
 from trainer.build import build_learner
 from trainer.config import ConfigError, load_recipe
 from trainer.inputs import open_inputs
@@ -150,8 +151,7 @@ def test_finetuning_takes_the_backbone_of_a_file_and_trains_the_head(tmp_path: P
     learner = build_learner(recipe)
     assert [v.path for v in learner.model.trainable_variables] == ["head/kernel", "head/bias"]
     inner = learner.model.get_layer("backbone")
-    for ours, theirs in zip(inner.variables, backbone.variables, strict=True):
-        assert np.array_equal(ours, theirs)
+    assert_same(inner.variables, backbone.variables)
     assert "as initialised: head/kernel, head/bias" in learner.origin
     image = np.random.default_rng(0).random((2, 96, 96, 3)).astype(np.float32)
     # Frozen, and without statistics of the batch, also in the second run.

@@ -19,6 +19,7 @@ from data.features import image_raw_parse
 from data.order import replica_lanes
 from data.tfrecord import split as records
 from data.tickets import CachedTickets
+from tests.unit.comparing import assert_same
 from tests.unit.test_fixed_layout import images_of, reader_of
 from tests.unit.test_reader import (
     NUM_EXAMPLES,
@@ -137,8 +138,7 @@ def test_seeds_and_augmented_examples_are_those_of_the_files(split: records.Spli
     reader = dataclasses.replace(caching, cache_bytes=0)
     from_memory, from_files = Closure(caching), Closure(reader)
     assert isinstance(from_files.source, tickets.DiskTickets)
-    for ours, theirs in zip(from_memory(7, 4), from_files(7, 4), strict=True):
-        assert np.array_equal(ours, theirs)
+    assert_same(from_memory(7, 4), from_files(7, 4))
     assert len(from_memory(7, 4)) == 3, "inputs, labels, seeds"
 
 

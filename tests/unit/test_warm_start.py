@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from strategies.position import Position
 from strategies.ps.placement import dry_run
+from tests.unit.comparing import assert_same
 from tests.unit.replicas import replicas
 from trainer.build import build_learner
 from trainer.checkpoints.checkpointer import Checkpointer
@@ -64,8 +65,7 @@ def test_only_weights_are_restored(path: str, source: Learner, tmp_path: Path) -
     fresh = weights(build_learner(recipe()))
     learner = build_learner(recipe(str(tmp_path / path), ema=EmaConfig(decay=0.5)))
     assert np.abs(fresh[0] - weights(source)[0]).max() > 0.1
-    for ours, theirs in zip(weights(learner), weights(source), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same(weights(learner), weights(source))
     assert int(learner.step.numpy()) == 0
     for average, variable in zip(learner.state["averages"], learner.variables, strict=True):
         np.testing.assert_array_equal(average.numpy(), variable.numpy())
@@ -84,8 +84,7 @@ def test_new_head_is_left_as_initialised(path: str, source: Learner, tmp_path: P
     fresh = weights(build_learner(recipe(classes=8)))
     learner = build_learner(recipe(str(tmp_path / path), "head", classes=8))
     *body, kernel, bias = weights(learner)
-    for ours, theirs in zip(body, weights(source)[:-2], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same(body, weights(source)[:-2])
     np.testing.assert_array_equal(kernel, fresh[-2])
     np.testing.assert_array_equal(bias, fresh[-1])
     assert "as initialised: " in learner.origin

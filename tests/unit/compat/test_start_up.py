@@ -1,62 +1,69 @@
 """Imports and memory settings, in new processes."""
 
+import json
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import ROOT, run_python
 from trainer.tf_setup import set_environment
 
+IMPORTED = """
+import json, sys
+from trainer.tf_setup import import_tensorflow, set_environment
+set_environment()
+import_tensorflow()
+has_sklearn = bool(sys.modules.get("sklearn"))
+import keras, sklearn.base, tensorflow as tf
+from tensorflow.python.eager import context
+rewriting = context.context().config.graph_options.rewrite_options
+print(json.dumps({
+    "scikit_learn": has_sklearn,
+    "keras_3": tf.keras.Model is keras.Model,
+    "memory_optimizer": rewriting.memory_optimization != type(rewriting).NO_MEM_OPT,
+}))
+"""
 
-def imported_by(program: str) -> set[str]:
-    program += "\nimport sys; print(*sorted(n for n in sys.modules if sys.modules[n]))"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
-    )
-    return set(ended.stdout.splitlines()[-1].split())
 
-
-def test_scikit_learn_is_not_imported_but_can_be_later() -> None:
-    names = imported_by("from trainer.tf_setup import import_tensorflow; import_tensorflow()")
-    assert {"tensorflow", "keras"} <= names
-    assert "sklearn" not in names
-    later = (
-        "from trainer.tf_setup import import_tensorflow; import_tensorflow(); import sklearn.base"
-    )
-    assert "sklearn.base" in imported_by(later)
+def test_import_leaves_scikit_learn_and_the_memory_optimizer_out_and_takes_keras_3() -> None:
+    """Whatever the environment says. The program imports scikit-learn afterwards."""
+    done = run_python("-c", IMPORTED, TF_USE_LEGACY_KERAS="1", KERAS_BACKEND="jax", check=True)
+    assert json.loads(done.stdout) == {
+        "scikit_learn": False,
+        "keras_3": True,
+        "memory_optimizer": False,
+    }
 
 
 def test_error_of_a_library_is_not_blamed_on_keras_json(tmp_path: Path) -> None:
     (tmp_path / "keras.json").write_text('{"floatx": "float32"}')
     (tmp_path / "h5py.py").write_text("raise ValueError('h5py of mine')")
-    ended = subprocess.run(
-        [sys.executable, "-c", "from trainer.tf_setup import import_tensorflow as i; i()"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "KERAS_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    program = "from trainer.tf_setup import import_tensorflow as i; i()"
+    home = str(tmp_path)
+    ended = run_python("-c", program, PYTHONPATH=f"{home}:{ROOT}", KERAS_HOME=home)
     assert ended.stderr.rstrip().endswith("ValueError: h5py of mine")
 
 
+@pytest.mark.slow
 def test_keras_alone_imports_scikit_learn() -> None:
     """Otherwise the special import would have no effect."""
-    assert "sklearn" in imported_by("import keras")
+    run_python("-c", "import keras, sys; assert sys.modules['sklearn']", check=True)
 
 
-@pytest.mark.parametrize("before", ["", "import keras"])
-def test_memory_optimizer_is_off_also_if_a_config_file_has_imported_keras(before: str) -> None:
-    code = f"""{before}
+@pytest.mark.slow
+def test_memory_optimizer_is_off_also_if_a_config_file_has_imported_keras() -> None:
+    code = """
+from data.system.compat.scikit_learn import scikit_learn_left_out
+with scikit_learn_left_out():  # It is slow to import.
+    import keras
 from trainer.tf_setup import import_tensorflow; import_tensorflow()
 from tensorflow.python.eager import context
 options = context.context().config.graph_options.rewrite_options
 assert options.memory_optimization == type(options).NO_MEM_OPT, options
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code, check=True)
 
 
 @pytest.mark.parametrize(
@@ -125,15 +132,7 @@ def pages_taken_again(
     def faults(times: int) -> int:
         program = FAULTS.format(call=call, times=times, num_bytes=num_bytes, in_thread=in_thread)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
-        ended = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**env, **variables},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        )
-        return int(ended.stdout)
+        return int(run_python("-c", program, env={**env, **variables}, check=True).stdout)
 
     return faults(TIMES + 1) - faults(1)
 
@@ -157,14 +156,3 @@ def test_freed_memory_of_threads_is_reused_on_few_cores() -> None:
 
     assert taken_again(4) < all_pages / 10
     assert taken_again(64) > all_pages / 2, "all threads may as well have arenas of their own"
-
-
-def test_tf_keras_is_keras_3_whatever_the_environment_says() -> None:
-    code = """
-from trainer.tf_setup import import_tensorflow, set_environment
-set_environment(); import_tensorflow()
-import keras, tensorflow as tf
-assert tf.keras.Model is keras.Model
-"""
-    env = {**os.environ, "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "jax"}
-    subprocess.run([sys.executable, "-c", code], env=env, timeout=100, check=True)
