@@ -69,9 +69,10 @@ def check_for_strategy(
         )
     if chosen := config.local_steps.chosen:
         if strategy == "ps":
+            without = f"--{chosen.partition('=')[0]}=0"  # A run that continues has it recorded.
             raise ConfigError(
                 f"{chosen} needs workers that keep their own weights, but under --strategy=ps all "
-                "use those of the servers. Type --strategy=multiworker, or leave it out."
+                f"use those of the servers. Type --strategy=multiworker, or {without}."
             )
         if learner.loss_scale:
             raise ConfigError(
@@ -92,7 +93,7 @@ def check_for_strategy(
             if secs
             else f"each replica trains alone for {config.local_steps.every} steps "
             "(config.local_steps); reports, evaluations, checkpoints and the end are at multiples "
-            f"of {config.local_steps.every}"
+            f"of {config.local_steps.every}{_later_end(config)}"
         )
         learner.notes += _without_overlap(config)
     if config.virtual_replicas:
@@ -113,6 +114,12 @@ def check_for_strategy(
             f"--read_dtype={read_dtype}: the Learner of {recipe.path} overrides `gradients`, and "
             "reads its variables itself. Leave the flag out."
         )
+
+
+def _later_end(config: Config) -> str:
+    """Says where a run with `local_steps.every` ends; "" if it ends at `train_steps`."""
+    end = -(-config.train_steps // config.local_steps.every) * config.local_steps.every
+    return "" if end == config.train_steps else f", so this run ends at step {end:,}"
 
 
 def _without_overlap(config: Config) -> list[str]:

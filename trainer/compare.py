@@ -8,6 +8,10 @@ checkpoints of equal steps, the optimizer's too. Reports name the steps between 
 checkpoints name the variables, and so do the digests that reports have with
 config.virtual_replicas. These also name the parts of the batch whose gradients differ. Exit codes
 are those of diff: 0 equal, 1 different, 2 an error.
+
+The loss and the metrics of a report of training are means over the steps since the report before
+it, or since the run was resumed. Digests show that two reports cover other steps: then these means
+are not compared.
 """
 
 import json
@@ -43,9 +47,11 @@ _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 _ALL_PARTS = "gradients of all parts of the batch"
 _HINT = (
-    "From the step after the first difference on, all parts differ. To find the part, continue "
-    "both runs from a checkpoint at which they are equal, with --config.log_every_steps=1."
+    "From the step after the first difference on, all parts differ. If the runs should be equal, "
+    "find the part: {} with --config.log_every_steps=1."
 )
+_CONTINUE = "continue both runs from a checkpoint at which they are equal,"
+_ANEW = "start both runs anew"
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,15 @@ class Difference:
         ]
         if len(self.names) > _NUM_SHOWN:
             shown.append(f"and {len(self.names) - _NUM_SHOWN} more")
-        when = f"equal at step {self.equal_step:,}, different at step {self.step:,}"
-        hint = self.step - self.equal_step > 1 and _ALL_PARTS in dict(self.names)
-        return f"{what}: {when}: {', '.join(shown)}" + (f"\n{_HINT}" if hint else "")
+        when = f"different at step {self.step:,}"
+        if self.equal_step:
+            when = f"equal at step {self.equal_step:,}, {when}"
+        else:
+            when += ", the first that was compared"
+        hint = ""
+        if self.step - self.equal_step > 1 and _ALL_PARTS in dict(self.names):
+            hint = "\n" + _HINT.format(_CONTINUE if self.equal_step else _ANEW)
+        return f"{what}: {when}: {', '.join(shown)}{hint}"
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,7 @@ class Comparison:
     """The result of a comparison; `reports` and `variables` are None if all are equal."""
 
     num_reports: int
+    num_single_reports: tuple[int, int]  # Of the left run alone, and of the right run alone.
     steps: Sequence[int]  # Of the compared checkpoints.
     reports: Difference | None
     variables: Difference | None
@@ -114,7 +127,9 @@ def compare(left: str, right: str) -> Comparison:
         return variable_differences(checkpoints[0][step], checkpoints[1][step])
 
     first_report = _first(splits, report_differences)
-    return Comparison(len(common), steps, first_report, _first(steps, differences_of_variables))
+    first_variables = _first(steps, differences_of_variables)
+    single = (len(reports[0]) - len(common), len(reports[1]) - len(common))
+    return Comparison(len(common), single, steps, first_report, first_variables)
 
 
 def _reports(files: RunFiles) -> dict[tuple[int, str], Document]:
@@ -137,20 +152,22 @@ def _report_differences(left: Document, right: Document) -> list[tuple[str, floa
         found.append((name, abs(ours - theirs) if is_number else float("nan")))
     ours, theirs = left.get(DIGESTS, {}), right.get(DIGESTS, {})
     digests = [(name, math.nan) for name in ours if ours[name] != theirs.get(name, ours[name])]
-    if parts := _different_parts(left, right, variables_differ=bool(digests)):
+    parts = _different_parts(left, right)
+    if parts == _ALL_PARTS and not digests:  # Of other steps: a run was resumed, for example.
+        return []
+    if parts:
         digests.insert(0, (parts, math.nan))
     return digests + [(f"{name} of split {left['split']}", size) for name, size in found]
 
 
-def _different_parts(left: Document, right: Document, *, variables_differ: bool) -> str:
-    """The parts of a batch whose gradients differ, with config.virtual_replicas; "" if none do.
-
-    If all do, but no variable differs, the two reports are of other steps: a run was resumed.
-    """
+def _different_parts(left: Document, right: Document) -> str:
+    """The parts of a batch whose gradients differ, with config.virtual_replicas; "" if none do."""
     ours, theirs = (report.get(PART_DIGESTS, {}) for report in (left, right))
-    parts = [part for part in ours if ours[part] != theirs.get(part, ours[part])]
+    if ours.keys() != theirs.keys():  # The batches have other parts, or none.
+        return ""
+    parts = [part for part in ours if ours[part] != theirs[part]]
     if parts and len(parts) == len(ours):
-        return _ALL_PARTS if variables_differ else ""
+        return _ALL_PARTS
     plural = "s" if len(parts) > 1 else ""
     return f"gradients of part{plural} {', '.join(parts)} of the batch" if parts else ""
 
@@ -283,6 +300,10 @@ def main(argv: Sequence[str]) -> int:
         last = f" (the last of step {found.steps[-1]:,})" if found.steps else ""
         number = f"{found.num_reports} reports, {len(found.steps)} checkpoints"
         print(f"equal bit for bit: {number}{last}")
+        if any(found.num_single_reports):
+            single = zip(found.num_single_reports, (left, right), strict=True)
+            shown = " and ".join(f"{count} of {run}" for count, run in single if count)
+            print(f"not compared, since the other run has no report of the step: {shown}")
         return EXIT_DONE
     for what, difference in (("reports", found.reports), ("variables", found.variables)):
         if difference is not None:
@@ -300,6 +321,7 @@ def _document(found: Comparison, different: Sequence[str]) -> Document:
         "is_equal": found.is_equal,
         "config": different,
         "num_reports": found.num_reports,
+        "num_single_reports": found.num_single_reports,
         "checkpoint_steps": list(found.steps),
         "reports": parts(found.reports),
         "variables": parts(found.variables),

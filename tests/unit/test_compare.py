@@ -108,12 +108,33 @@ def test_parts_whose_gradients_differ_are_named_with_the_variables(
     assert ("log_every_steps=1" in found.reports.describe("reports")) == has_hint
 
 
-def test_reports_of_other_steps_have_other_digests_of_all_parts(tmp_path: Path) -> None:
-    for name, digest in (("a", "x"), ("b", "y")):
+def test_means_of_reports_of_other_steps_are_not_compared(tmp_path: Path) -> None:
+    for name, digest, loss in (("a", "x", 0.5), ("b", "y", 0.4)):
         (tmp_path / name).mkdir()
-        line = {"step": 10, "split": "train", "digests": {"kernel": "1"}}
+        line = {"step": 10, "split": "train", "loss": loss, "digests": {"kernel": "1"}}
         write_reports(tmp_path / name, [{**line, "part_digests": {"0": digest, "1": digest}}])
     assert compare(str(tmp_path / "a"), str(tmp_path / "b")).is_equal
+
+
+def test_parts_of_another_number_are_not_compared(tmp_path: Path) -> None:
+    for name, parts in (("a", "abcd"), ("b", "ef")):
+        (tmp_path / name).mkdir()
+        digests = {str(index): part for index, part in enumerate(parts)}
+        line = {"step": 10, "split": "train", "digests": {"kernel": name}, "part_digests": digests}
+        write_reports(tmp_path / name, [line])
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b")).reports
+    assert found is not None
+    assert [name for name, _ in found.names] == ["kernel"]
+    assert "different at step 10, the first that was compared: kernel" in found.describe("reports")
+
+
+def test_reports_that_only_one_run_has_are_counted(tmp_path: Path) -> None:
+    for name, lines in (("a", LINES), ("b", LINES[1:3])):
+        (tmp_path / name).mkdir()
+        write_reports(tmp_path / name, lines)
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.is_equal
+    assert (found.num_reports, found.num_single_reports) == (2, (2, 0))
 
 
 def test_first_different_report_is_found(tmp_path: Path) -> None:

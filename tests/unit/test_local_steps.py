@@ -271,6 +271,20 @@ def test_sums_overlap_whatever_steps_per_call_is(
     assert asked == sizes
 
 
+def test_it_is_said_if_the_run_ends_after_its_last_step() -> None:
+    for steps, said in ((300, False), (301, True)):
+        options = LocalStepsConfig(every=150)
+        recipe = Recipe(
+            "file.py", Config(train_steps=steps, local_steps=options), build_normalised_model
+        )
+        learner = build_learner(recipe)
+        check_for_strategy(
+            learner, recipe, strategy="multiworker", num_workers=2, read_dtype="float32"
+        )
+        (note,) = [note for note in learner.notes if "multiples of 150" in note]
+        assert note.endswith("multiples of 150, so this run ends at step 450") == said
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -333,7 +347,7 @@ def test_after_a_roll_back_rounds_begin_with_the_restored_state(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "strategy", "message"),
     [
-        ({}, "ps", "Type --strategy=multiworker"),
+        ({}, "ps", "Type --strategy=multiworker, or --config.local_steps.every=0."),
         ({"precision": "mixed_float16"}, "mirrored", "--config.precision=mixed_bfloat16"),
     ],
 )
@@ -355,7 +369,7 @@ def test_what_cannot_train_alone_is_refused(
             "mirrored",
             "unequal speed.*Type --config.local_steps.every_secs=0 --config.local_steps.e",
         ),
-        ("ps", "Type --strategy=multiworker"),
+        ("ps", "Type --strategy=multiworker, or --config.local_steps.every_secs=0."),
     ],
 )
 def test_steps_by_time_are_for_multiworker(strategy: str, message: str) -> None:
@@ -371,7 +385,10 @@ def test_steps_by_time_are_for_multiworker(strategy: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"local_steps": LocalStepsConfig(EVERY, every_secs=30)}, "one of every and every_secs"),
+        (
+            {"local_steps": LocalStepsConfig(EVERY, every_secs=30)},
+            "one of every and every_secs. Received: config.local_steps.every=3 .*every_secs=30. T",
+        ),
         ({"local_steps": BY_TIME, "deterministic": True}, "every_secs=0 .*=100, or leave determ"),
         ({"local_steps": LocalStepsConfig(every_secs=-1.0)}, "every_secs must be 0 or more"),
     ],

@@ -24,6 +24,7 @@ run = partial(run_python, "-m")
         ("log_every_step", "--config.log_every_steps"),
         ("lr", "--learning_rate"),
         ("fp16", "--config.precision"),
+        ("local_steps", "--config.local_steps.every"),
     ],
 )
 def test_flag_or_field_that_was_meant_is_named(name: str, meant: str) -> None:

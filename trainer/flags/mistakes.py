@@ -35,6 +35,7 @@ _SYNONYMS = {
     "amp": "config.precision",
     "fp16": "config.precision",
     "wd": "config.weight_decay.rate",
+    "local_steps": "config.local_steps.every",
 }
 
 

@@ -280,8 +280,8 @@ class LocalStepsConfig:
         """Raises ConfigError if both fields are set that say when to average."""
         if self.every and self.every_secs:
             raise ConfigError(
-                f"config.local_steps takes one of every and every_secs. Received: {self}. Type "
-                "--config.local_steps.every=0, for example."
+                f"config.local_steps takes one of every and every_secs. Received: {self.chosen}. "
+                "Type --config.local_steps.every=0, for example."
             )
 
 
