@@ -165,9 +165,10 @@ def check_virtual_replicas(config: Config, num_replicas: int) -> None:
     """Raises ConfigError if `num_replicas` cannot have equal parts of a batch."""
     parts = config.virtual_replicas
     if num_replicas > parts or parts % num_replicas:
+        possible = min(parts, 1 << (num_replicas.bit_length() - 1))
         raise ConfigError(
             f"config.virtual_replicas={parts} needs a number of replicas that is a power of two up "
-            f"to {parts}. Received: {num_replicas} replicas."
+            f"to {parts}. Received: {num_replicas} replicas. Train with {possible}, for example."
         )
     sizes = {
         "batch_size": config.batch_size,

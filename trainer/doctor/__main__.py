@@ -6,7 +6,8 @@
 It takes the flags of the trainer, and trains nothing. As --check, it writes only data that must be
 prepared or indexed anyway, and an empty file that it removes. If all tasks of a cluster run
 it at the same time, it also measures the network between them. Exit codes: 0 nothing is wrong, 2
-something is, or could not be examined. With several tasks it ends within --deadline_secs.
+something is, or could not be examined. With several tasks it ends within --deadline_secs, and by
+default two minutes later if TensorFlow's all-reduce takes so long.
 """
 
 import os
@@ -46,7 +47,7 @@ from trainer.tf_setup import configure_logging, import_tensorflow, set_environme
 # Fractions of the deadline at which the task stops waiting for other tasks, for its plan, and for
 # reports. The rest is for TensorFlow's all-reduce.
 _MEET, _PLAN, _REPORTS = 0.4, 0.6, 0.8
-# Sums on the devices of one host may take this long, if there is no deadline.
+# Without --deadline_secs an all-reduce may take so long after it, and sums of one host.
 _SUMS_SECS = 120.0
 
 absl.flags.adopt_module_key_flags(flags)
@@ -58,7 +59,8 @@ def define_flags() -> None:
         "deadline_secs",
         30.0,
         "After this time the command ends. Other tasks must come within 0.4 of it. By default "
-        "there is no limit where there are no other tasks to wait for.",
+        f"an all-reduce may take {_SUMS_SECS:g} s more, and there is no limit where there are no "
+        "other tasks to wait for.",
         lower_bound=5.0,
     )
     absl.flags.DEFINE_boolean("json", False, "Print JSON.")
@@ -95,7 +97,7 @@ class _Doctor:
 
     def end_late(self) -> None:
         """Ends the process because its time is over."""
-        longer = f"--deadline_secs={4 * self._deadline_secs:g}"
+        longer = f"--deadline_secs={4 * (time.monotonic() - self._began):.0f}"
         text = f"it was {self.doing} for too long. {self.advice}, or type {longer}"
         self.end([Finding("error", str(self.cluster.task), self.cluster.address, text)])
 
@@ -142,9 +144,11 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     )
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
     wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)
-    has_limit = not is_alone or flags.FLAGS["deadline_secs"].present
+    is_typed = bool(flags.FLAGS["deadline_secs"].present)
+    has_limit = not is_alone or is_typed
     if has_limit:
-        doctor.end_after(doctor.until(1.0) - time.monotonic())
+        extra = 0.0 if is_typed else _SUMS_SECS
+        doctor.end_after(doctor.until(1.0) - time.monotonic() + extra)
     shared = read_shared_settings(recipe) if settings.makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
     if settings.makes_plan and (fault := place_fault(model_dir)):
