@@ -292,18 +292,26 @@ class ShardedEmbedding(keras.layers.Layer):
         if not self.stores_rows:
             return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
 
-        def rows_of_part(index: int, ids: tf.Tensor) -> tf.Tensor:
+        if len(parts) == 1 and read_dtype() == "float32":
+            # Without a device, which another program that loads an exported model has not.
+            return self._rows_of_part(0, ids, training)
+
+        def sent_from(index: int, ids: tf.Tensor) -> tf.Tensor:
             device = parts[index].device
             with tf.device(device):
-                if self.is_dynamic:
-                    rows = self.table.dynamic_parts[index].lookup(ids, training=training)
-                else:
-                    rows = gather_rows(parts[index], ids // len(parts))
+                rows = self._rows_of_part(index, ids, training)
             return _rounded_on(device, rows)
 
-        find = [functools.partial(rows_of_part, index) for index in range(len(parts))]
+        find = [functools.partial(sent_from, index) for index in range(len(parts))]
         rows: tf.Tensor = of_parts(ids, find)
         return rows
+
+    def _rows_of_part(self, index: int, ids: tf.Tensor, training: bool) -> tf.Tensor:
+        if self.is_dynamic:
+            rows: tf.Tensor = self.table.dynamic_parts[index].lookup(ids, training=training)
+            return rows
+        parts = self.table.parts
+        return gather_rows(parts[index], ids // len(parts))
 
     def freeze(self, ids: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
         """Replaces a table of dynamic ids by constant variables, in a model that is exported.
