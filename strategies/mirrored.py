@@ -52,6 +52,8 @@ class MirroredExecutor(Executor):
         self._bucket_bytes: float = _GPU_BUCKET_BYTES if self._has_gpus else _CPU_BUCKET_BYTES
         self._local_replicas = self._replicas_of_this_process()
         self._num_parts = 0  # Of the share of a replica, with config.virtual_replicas.
+        # Runs a round of local steps that are counted by time, and returns what the graph returns.
+        self._run_by_time: Callable[[int], tuple[tf.Tensor, tf.Tensor, Batch]] | None = None
         self._marks: StepMarks | None = None
         self._rounds: LocalRounds | None = None
         self._seconds = {"run": 0.0, "evaluate": 0.0}
@@ -220,7 +222,12 @@ class MirroredExecutor(Executor):
         for index, size in enumerate(sizes):
             started = time.monotonic()
             try:
-                totals, summed_status, self._next_batch = self._run_round(size)
+                if self._run_by_time is not None:
+                    finished = self._run_by_time(size)
+                else:
+                    arguments = self._feed.take(size), self._next_batch, tf.constant(size, tf.int64)
+                    finished = self._run_in_graph(*arguments, self._own_status("run"))
+                totals, summed_status, self._next_batch = finished
             except tf.errors.OpError as error:
                 if self._learner.stop_compiling(error):
                     self._prepare(self._source, self.position)
@@ -244,14 +251,6 @@ class MirroredExecutor(Executor):
             self.stopwatch.carve("sum wait", rounds.go_on())
             self.on_progress()
         return metrics, seconds
-
-    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
-        """Runs `num_steps` steps without an average between; returns what the graph returns."""
-        taken, number = self._feed.take(num_steps), tf.constant(num_steps, tf.int64)
-        totals, status, following = self._run_in_graph(
-            taken, self._next_batch, number, self._own_status("run")
-        )
-        return totals, status, following
 
     @property
     @override
