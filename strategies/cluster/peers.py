@@ -19,7 +19,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import grpc
@@ -38,7 +37,6 @@ _LATE_POD_SECS = 1800.0
 # How long an address may accept connections without an answer, as a server on a busy machine does.
 _SILENT_SECS = 60.0
 _ANSWER_SECS = 2.0
-_GREETING_BYTES = 1000  # At most.
 _NUM_PARALLEL = 16  # Tasks that are looked for at the same time.
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
@@ -156,14 +154,14 @@ def all_answer(cluster: Cluster) -> bool:
     return False
 
 
-@dataclass
 class Identification:
     """Checks whether tasks are at their addresses; remembers what else answers there."""
 
-    cluster: Cluster
-    identify_at: Callable[[str], Identity]
-    # What is at the address of a task in its place, and since when.
-    _strange: dict[Task, tuple[Identity, float]] = field(default_factory=dict, init=False)
+    def __init__(self, cluster: Cluster, identify_at: Callable[[str], Identity]) -> None:
+        self._cluster = cluster
+        self._identify_at = identify_at
+        # What is at the address of a task in its place, and since when.
+        self._strange: dict[Task, tuple[Identity, float]] = {}
 
     def __call__(self, task: Task) -> bool:
         """Returns True if `task` is at its address.
@@ -173,14 +171,14 @@ class Identification:
             AbsentPeerError: a process there has not answered for a minute; in a pod of Kubernetes,
                 another program or task has been there for half an hour.
         """
-        address = self.cluster.address_of(task)
-        answer = self.identify_at(address)
+        address = self._cluster.address_of(task)
+        answer = self._identify_at(address)
         if answer is None or answer == task:
             self._strange.pop(task, None)
             return answer == task
-        if isinstance(answer, Task) and self.cluster.generation is not None:
+        if isinstance(answer, Task) and self._cluster.generation is not None:
             return False  # Of another generation: its launcher will end it.
-        limit_secs = _tolerated_secs(self.cluster, address, _STRANGER_SECS)
+        limit_secs = _tolerated_secs(self._cluster, address, _STRANGER_SECS)
         is_tolerated = limit_secs > _STRANGER_SECS
         expected = f"{task} should serve at {address}, but"
         who = f"{answer} of another cluster" if isinstance(answer, Task) else "another program"
@@ -276,7 +274,7 @@ def greeting_at(address: str) -> bytes | None:
         return None
     with connection, contextlib.suppress(OSError):  # It may send nothing, or close at once.
         connection.settimeout(_ANSWER_SECS)
-        return connection.recv(_GREETING_BYTES)
+        return connection.recv(200)
     return b""
 
 
