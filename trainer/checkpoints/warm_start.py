@@ -12,6 +12,7 @@ Variables are matched by order, not by name: Keras numbers layers over all model
 .keras file has all variables of this model, or all that config.warm_start.exclude does not match.
 """
 
+import concurrent.futures
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -20,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.system.background import in_background
 from data.system.compat.checkpoint_graph import Node, nodes_of
 from data.system.files import exists
 from data.system.scratch import plain_path
@@ -83,7 +83,8 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
 def _of_keras_file(path: str) -> Values:
     try:
         # A strategy's scope holds in one thread. In another, ordinary variables are created.
-        model = in_background(lambda: keras.models.load_model(path, compile=False)).result()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            model = pool.submit(keras.models.load_model, path, compile=False).result()
     except Exception as error:  # A user's layer class may raise any error.
         raise ConfigError(
             f"config.warm_start.path={path} cannot be loaded as a Keras model: "

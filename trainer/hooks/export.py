@@ -7,6 +7,7 @@ Before training, `check_export` refuses a model that cannot be a SavedModel, and
 what cannot be done with model.keras. A model that Keras cannot describe has no model.keras.
 """
 
+import concurrent.futures
 import itertools
 import json
 import logging
@@ -20,7 +21,6 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.system import files, object_store
-from data.system.background import in_background
 from data.system.compat.keras_layers import all_layers
 from data.system.scratch import scratch_dir
 from data.system.stopwatch import Stopwatch
@@ -173,7 +173,8 @@ def _why_not_made_again(model: keras.Model) -> str:
 
     try:
         # A strategy's scope, and Keras' numbers of names, hold in one thread.
-        in_background(make).result()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(make).result()
     except Exception as error:  # A user's from_config may raise any error.
         return explained(error).rstrip(".")
     return ""

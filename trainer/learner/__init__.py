@@ -28,7 +28,7 @@ B is the number of examples of a replica's part of a batch.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -264,12 +264,14 @@ class Learner:
         """The variables that layers change in training, each replica its own copy."""
         return self._variables.layer_state
 
-    def keeping_state(self) -> contextlib.AbstractContextManager[Mapping[int, tf.Tensor]]:
+    @contextlib.contextmanager
+    def keeping_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
         """Inside, `gradients_at` changes no variable.
 
         The mapping gets what they would be, by the index in `gradient_inputs`.
         """
-        return self._differentiation.keeping_state()
+        with self._differentiation.keeping_state() as new:
+            yield new
 
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:

@@ -12,6 +12,7 @@ state, returns the change, and changes no variable. Keras' CompileMetrics choose
 functions, as in `fit`.
 """
 
+import concurrent.futures
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.system.background import in_background
 from data.system.compat.keras_compile import (
     CompileMetrics,
     copy_of_wrapper,
@@ -74,7 +74,8 @@ class KerasMetrics:
         """
         # Keras needs variables to name the parts of a state. A strategy's scope holds in one
         # thread; in another, these are ordinary variables of this process.
-        in_background(lambda: self._build(labels, outputs, output_names)).result()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(self._build, labels, outputs, output_names).result()
 
     def _build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         examples = tf.nest.map_structure(_zeros, (labels, outputs))
