@@ -20,7 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -102,7 +102,8 @@ def open_good(data_dir: str, split: str) -> Split:
 
 def _starts(path: str, run: Run) -> Int64s:
     try:
-        return frames.walk(path, run.begin, run.end, run.first_record)
+        with files.open_file(path) as file:
+            return frames.walk(file, path, run.begin, run.end, run.first_record)
     except BadRecord as error:
         raise DataError(f"{error.damage}: it was changed while it was read.") from None
 
@@ -204,31 +205,32 @@ def _walk_over(
     walked: list[tuple[int, Int64s, int]] = []
     damages: list[Damage] = []
     record, begin = 0, 0
-    while begin < size:
-        try:
-            starts = frames.walk(path, begin, size, record)
-        except BadRecord as error:
-            bad = error.damage
-            if len(error.before):
-                walked.append((record, error.before, bad.offset))
-        else:
-            walked.append((record, starts, size))
-            break
-        for record, begin in chunks:
-            follows = record > bad.record and bad.offset < begin < size
-            if follows and _is_header(path, begin, size, record):
-                num_lost: int | None = record - bad.record
+    with files.open_file(path) as file:
+        while begin < size:
+            try:
+                starts = frames.walk(file, path, begin, size, record)
+            except BadRecord as error:
+                bad = error.damage
+                if len(error.before):
+                    walked.append((record, error.before, bad.offset))
+            else:
+                walked.append((record, starts, size))
                 break
-        else:
-            begin = size
-            num_lost = None if num_expected is None else max(1, num_expected - bad.record)
-        damages.append(dataclasses.replace(bad, num_records=num_lost))
+            for record, begin in chunks:
+                follows = record > bad.record and bad.offset < begin < size
+                if follows and _is_header(file, path, begin, size, record):
+                    num_lost: int | None = record - bad.record
+                    break
+            else:
+                begin = size
+                num_lost = None if num_expected is None else max(1, num_expected - bad.record)
+            damages.append(dataclasses.replace(bad, num_records=num_lost))
     return walked, damages
 
 
-def _is_header(path: str, begin: int, size: int, record: int) -> bool:
+def _is_header(file: BinaryIO, path: str, begin: int, size: int, record: int) -> bool:
     try:
-        frames.walk(path, begin, size, record)
+        frames.walk(file, path, begin, size, record)
     except BadRecord as error:
         return error.damage.offset > begin
     return True

@@ -1,6 +1,7 @@
 """The records of one TFRecord file: found by their headers, read, and checked by their CRCs.
 
-    starts = walk(path, 0, num_bytes, 0)
+    with open_file(path) as file:
+        starts = walk(file, path, 0, num_bytes, 0)
     for damage in content_damage(path, starts, 0):
         print(damage)
 
@@ -59,7 +60,7 @@ class BadRecord(Exception):
         self.before = before
 
 
-def walk(path: str, begin: int, end: int, number: int) -> Int64s:
+def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s:
     """The first byte of each record in bytes [begin, end), int64 [n]; only headers are read.
 
     `number`: the record number at `begin`, for messages.
@@ -70,33 +71,32 @@ def walk(path: str, begin: int, end: int, number: int) -> Int64s:
     length_at = struct.Struct("<Q").unpack_from
     walked: list[Int64s] = []
     position, block_bytes = begin, _SCAN_BYTES
-    with open_file(path) as file:
-        while position < end:
-            file.seek(position)
-            block = file.read(min(block_bytes, end - position))
-            block_begin, last = position, len(block) - HEADER_BYTES
-            at = 0
-            starts = array.array("q")
-            append = starts.append
-            while at <= last:
-                append(at)
-                at += length_at(block, at)[0] + FRAME_BYTES
-            here = np.frombuffer(starts, np.int64)
-            bad = first_bad_header(block, here)
-            if bad is None and (len(here) == 0 or block_begin + at > end):
-                # The header, or the record it announces, is cut off by the end of the file.
-                bad = max(0, len(here) - 1)
-                reason = f"the file ends at byte {end}, inside this record: it was cut short"
-            else:
-                reason = "not a TFRecord: its length does not fit its CRC"
-            if bad is not None:
-                before = np.concatenate([*walked, here[:bad] + block_begin])
-                offset = block_begin + (int(here[bad]) if len(here) else 0)
-                raise BadRecord(Damage(path, number + len(before), offset, reason), before)
-            walked.append(here + block_begin)
-            position = block_begin + at
-            sparse = at > _SPARSE_RECORD_BYTES * len(here)
-            block_bytes = _SPARSE_SCAN_BYTES if sparse else _SCAN_BYTES
+    while position < end:
+        file.seek(position)
+        block = file.read(min(block_bytes, end - position))
+        block_begin, last = position, len(block) - HEADER_BYTES
+        at = 0
+        starts = array.array("q")
+        append = starts.append
+        while at <= last:
+            append(at)
+            at += length_at(block, at)[0] + FRAME_BYTES
+        here = np.frombuffer(starts, np.int64)
+        bad = first_bad_header(block, here)
+        if bad is None and (len(here) == 0 or block_begin + at > end):
+            # The header, or the record it announces, is cut off by the end of the file.
+            bad = max(0, len(here) - 1)
+            reason = f"the file ends at byte {end}, inside this record: it was cut short"
+        else:
+            reason = "not a TFRecord: its length does not fit its CRC"
+        if bad is not None:
+            before = np.concatenate([*walked, here[:bad] + block_begin])
+            offset = block_begin + (int(here[bad]) if len(here) else 0)
+            raise BadRecord(Damage(path, number + len(before), offset, reason), before)
+        walked.append(here + block_begin)
+        position = block_begin + at
+        sparse = at > _SPARSE_RECORD_BYTES * len(here)
+        block_bytes = _SPARSE_SCAN_BYTES if sparse else _SCAN_BYTES
     return np.concatenate(walked) if walked else np.zeros(0, np.int64)
 
 

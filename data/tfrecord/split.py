@@ -228,7 +228,8 @@ def _record_starts(
     path: str, end: int, data_dir: str, begin: int = 0, first_record: int = 0
 ) -> Int64s:
     try:
-        return walk(path, begin, end, first_record)
+        with open_file(path) as file:
+            return walk(file, path, begin, end, first_record)
     except BadRecord as error:
         refuse_compressed(path, data_dir)
         raise DataError(
