@@ -44,7 +44,7 @@ def check_batches(
         where = f"The first batch of split {reader.split.name!r}"
         with data_errors_explained(inputs):
             examples, labels, *weights = batch_at(reader, 0)
-        state = [(v, v.numpy()) for v in learner.model.non_trainable_variables]
+        state = [(variable, variable.numpy()) for variable in _state_of(learner)]
         try:
             outputs = learner.model(examples, training=False)
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
@@ -92,6 +92,12 @@ def check_batches(
             check.step(specs, num_examples)
         if reader is inputs.evaluation and type(learner) is not Learner:
             check.evaluation(specs, num_examples)
+
+
+def _state_of(learner: Learner) -> list[tf.Variable]:
+    """Variables that layers may change, without frozen weights, which may be large."""
+    others = (variable.value for variable in learner.model.non_trainable_variables)
+    return [*learner.layer_state, *(v for v in others if not v.dtype.is_floating)]
 
 
 def _step_calls_users(learner: Learner) -> bool:

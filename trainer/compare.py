@@ -58,12 +58,12 @@ _ANEW = "start both runs anew"
 class Difference:
     """The first step at which two runs differ in their reports or in their checkpoints.
 
-    `equal_step` is the last step before it at which they are equal; 0 if there is none. `names` are
-    the values that differ: (name, the largest difference).
+    `equal_step` is the last step before it at which they are equal; None if there is none. `names`
+    are the values that differ: (name, the largest difference).
     """
 
     step: int
-    equal_step: int
+    equal_step: int | None
     names: Sequence[tuple[str, float]]
 
     def describe(self, what: str) -> str:
@@ -75,12 +75,12 @@ class Difference:
         if len(self.names) > _NUM_SHOWN:
             shown.append(f"and {len(self.names) - _NUM_SHOWN} more")
         when = f"different at step {self.step:,}"
-        if self.equal_step:
+        if self.equal_step is not None:
             when = f"equal at step {self.equal_step:,}, {when}"
         else:
             when += ", the first that was compared"
         hint = ""
-        if self.step - self.equal_step > 1 and _ALL_PARTS in dict(self.names):
+        if self.step - (self.equal_step or 0) > 1 and _ALL_PARTS in dict(self.names):
             hint = "\n" + _HINT.format(_CONTINUE if self.equal_step else _ANEW)
         return f"{what}: {when}: {', '.join(shown)}{hint}"
 
@@ -175,7 +175,7 @@ def _different_parts(left: Document, right: Document) -> str:
 def _first(
     steps: Iterable[int], differences: Callable[[int], Sequence[tuple[str, float]]]
 ) -> Difference | None:
-    equal_step = 0
+    equal_step = None
     for step in steps:
         if names := differences(step):
             return Difference(step, equal_step, names)
@@ -303,7 +303,7 @@ def main(argv: Sequence[str]) -> int:
         if any(found.num_single_reports):
             single = zip(found.num_single_reports, (left, right), strict=True)
             shown = " and ".join(f"{count} of {run}" for count, run in single if count)
-            print(f"not compared, since the other run has no report of the step: {shown}")
+            print(f"not compared, since the other run has no such report: {shown}")
         return EXIT_DONE
     for what, difference in (("reports", found.reports), ("variables", found.variables)):
         if difference is not None:

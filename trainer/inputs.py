@@ -248,7 +248,10 @@ def prepare_inputs(recipe: Recipe) -> None:
 
 
 def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
-    """Raises DataError if that fails, or if only a data set with a similar name is known."""
+    """Prepares a data set that is missing.
+
+    Raises DataError if this fails, or if only a data set with a similar name is known.
+    """
     directory = data_dir(config)
     # Not if the user named the directory: a typo must not create one.
     if config.data_dir or exists(directory):

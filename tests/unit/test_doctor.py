@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from strategies.cluster.tf_config import Cluster, Task
 from strategies.ps.placement import Group, place
 from tests.unit.stand_ins import wait_for
 from trainer.config import load_recipe
+from trainer.doctor import __main__ as command
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
 from trainer.doctor.plan import (
@@ -421,3 +423,19 @@ def test_gpus_of_a_task_are_named_and_those_that_tensorflow_does_not_know() -> N
     lines = _tasks(reports, CLUSTER)
     assert [line.split()[1] for line in lines if "2 (2,3)" in line] == ["1"], lines
     assert f"worker 1: {note}" in lines
+
+
+def test_time_of_the_all_reduce_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: queue.Queue[float] = queue.Queue()
+    doctor = command._Doctor(CLUSTER, 30.0)
+    monkeypatch.setattr(doctor, "end_late", lambda: ended.put(time.monotonic()))
+    doctor.end_after(1000.0)
+    began = time.monotonic()
+    doctor.end_after(0.3)
+    assert ended.get(timeout=60) >= began + 0.3
+    doctor.end_after(0.5)
+    doctor.end_after(1000.0)
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=1.0)
+    doctor.end_after(0.0)
+    ended.get(timeout=60)

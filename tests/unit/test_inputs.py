@@ -13,7 +13,7 @@ from data.disk_reader import DiskReader
 from data.system.files import DataError
 from strategies.base import Tensor
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
-from trainer.batch_checks import check_batches
+from trainer.batch_checks import _state_of, check_batches
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.inputs import Inputs, data_errors_explained, num_steps_of, open_inputs
@@ -72,13 +72,22 @@ def test_check_leaves_the_state_of_layers_as_it_was(tmp_path: Path) -> None:
     recipe = make_recipe(build_model=build_recurrent)
     reader = make_reader(write_split(tmp_path))
     learner = build_learner(recipe)
-    (drawn,) = learner.model.non_trainable_variables
+    (drawn,) = _state_of(learner)
     before = drawn.numpy()
     learner.model(tf.zeros([2, 3]))
     assert (drawn.numpy() != before).any(), "this test needs a layer that advances it"
     drawn.assign(before)
     check_batches(Inputs(reader, reader), learner, recipe)
     assert (drawn.numpy() == before).all()
+
+
+def test_check_copies_no_frozen_weights() -> None:
+    def build_frozen(config: Config) -> keras.Model:
+        model = build_model(config)
+        model.layers[0].trainable = False
+        return keras.Sequential([model, keras.layers.Dense(CLASSES)])
+
+    assert _state_of(build_learner(make_recipe(build_model=build_frozen))) == []
 
 
 def test_loss_and_metrics_with_one_value_an_example_pass(tmp_path: Path) -> None:

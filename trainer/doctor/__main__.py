@@ -7,9 +7,10 @@ It takes the flags of the trainer, and trains nothing. As --check, it writes onl
 prepared or indexed anyway, and an empty file that it removes. If all tasks of a cluster run
 it at the same time, it also measures the network between them. Exit codes: 0 nothing is wrong, 2
 something is, or could not be examined. With several tasks it ends within --deadline_secs, and by
-default two minutes later if TensorFlow's all-reduce takes so long.
+default after two minutes more if TensorFlow's all-reduce takes so long.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -47,7 +48,7 @@ from trainer.tf_setup import configure_logging, import_tensorflow, set_environme
 # Fractions of the deadline at which the task stops waiting for other tasks, for its plan, and for
 # reports. The rest is for TensorFlow's all-reduce.
 _MEET, _PLAN, _REPORTS = 0.4, 0.6, 0.8
-# Without --deadline_secs an all-reduce may take so long after it, and sums of one host.
+# Without --deadline_secs an all-reduce may take so long, and sums of one host.
 _SUMS_SECS = 120.0
 
 absl.flags.adopt_module_key_flags(flags)
@@ -59,8 +60,8 @@ def define_flags() -> None:
         "deadline_secs",
         30.0,
         "After this time the command ends. Other tasks must come within 0.4 of it. By default "
-        f"an all-reduce may take {_SUMS_SECS:g} s more, and there is no limit where there are no "
-        "other tasks to wait for.",
+        f"an all-reduce may take {_SUMS_SECS:g} s, and there is no limit where there are no other "
+        "tasks to wait for.",
         lower_bound=5.0,
     )
     absl.flags.DEFINE_boolean("json", False, "Print JSON.")
@@ -77,6 +78,7 @@ class _Doctor:
         self.advice = "Look at the other findings"
         self._deadline_secs = deadline_secs
         self._began = time.monotonic()
+        self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
         self.mark: Path | None = None  # The file of this task in --model_dir.
 
@@ -85,10 +87,12 @@ class _Doctor:
         return self._began + fraction * self._deadline_secs
 
     def end_after(self, secs: float) -> None:
-        """Has `end_late` called after `secs`."""
-        timer = threading.Timer(secs, self.end_late)
-        timer.daemon = True
-        timer.start()
+        """Has `end_late` called after `secs`, and not when a former call said."""
+        if self._timer:
+            self._timer.cancel()
+        self._timer = threading.Timer(secs, self.end_late)
+        self._timer.daemon = True
+        self._timer.start()
 
     def remove_mark(self) -> None:
         """Removes the file of this task in --model_dir."""
@@ -147,8 +151,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     is_typed = bool(flags.FLAGS["deadline_secs"].present)
     has_limit = not is_alone or is_typed
     if has_limit:
-        extra = 0.0 if is_typed else _SUMS_SECS
-        doctor.end_after(doctor.until(1.0) - time.monotonic() + extra)
+        doctor.end_after(doctor.until(1.0) - time.monotonic())
     shared = read_shared_settings(recipe) if settings.makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
     if settings.makes_plan and (fault := place_fault(model_dir)):
@@ -189,6 +192,8 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         doctor.reports = exchange.wait_for_reports(doctor.until(_REPORTS))
     doctor.remove_mark()
     if flags.STRATEGY.value == "multiworker" and cluster.task in cluster.trainers:
+        if not is_typed:
+            doctor.end_after(_SUMS_SECS)
         doctor.all_reduce = _checked(_all_reduce, doctor)
     doctor.end()
 
@@ -201,7 +206,7 @@ def _checked(check: Callable[[_Doctor], Json], doctor: _Doctor) -> Json:
 
 
 def _failed(error: Exception) -> Json:
-    """The other findings are shown, too."""
+    """What a check returns that ended with `error`."""
     return {"why_not": "there was an error, see below", "error": str(error)}
 
 
@@ -227,9 +232,10 @@ def _all_reduce(doctor: _Doctor) -> Json:
             executor = MultiWorkerExecutor.connect(cluster, Transfer(flags.COMMUNICATION.value))
             network = executor.measure_network()
             checked = check_devices(executor.strategy)
-            executor.close()
     except PeerLostError as error:  # Also where a slow link delays TensorFlow's heartbeats.
         return _failed(error)
+    with contextlib.suppress(PeerLostError):  # Another task that has all results may have ended.
+        executor.close()
     return checked | {
         "workers": len(cluster.trainers),
         "latency_ms": round(1e3 * network.latency_secs, 3),

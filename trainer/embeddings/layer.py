@@ -293,7 +293,7 @@ class ShardedEmbedding(keras.layers.Layer):
             return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
 
         if len(parts) == 1 and read_dtype() == "float32":
-            # Without a device, which another program that loads an exported model has not.
+            # No device: a program that loads the exported model may lack the one of this process.
             return self._rows_of_part(0, ids, training)
 
         def sent_from(index: int, ids: tf.Tensor) -> tf.Tensor:

@@ -16,7 +16,7 @@ from trainer.step.loss_scale import LossScale
 
 @dataclass(eq=False)
 class StopOnNonFinite(Hook):
-    """Raises NonFiniteLossError for a NaN or infinite loss. The first hook of every task.
+    """Raises NonFiniteLossError for a NaN or infinite loss. Of every task.
 
     In float16 a step whose gradient is not finite is skipped, and its loss may be infinite. This
     is no error, unless the scale is at its minimum and all steps since the last call were skipped.
@@ -58,8 +58,8 @@ class StopOnNonFinite(Hook):
 class StopIfReplaced(Hook):
     """Raises PeerLostError if another group of hosts has replaced that of this elastic chief.
 
-    It is the first hook, so nothing is reported or saved afterwards, except the last complete step.
-    A group is replaced while all its hosts are frozen, for example, by a group of other hosts.
+    It comes before the other hooks of a chief, so nothing is reported or saved afterwards, except
+    the last complete step. Another group replaces one whose hosts are all frozen, for example.
     """
 
     model_dir: str

@@ -4,7 +4,7 @@
     report = run_resizing(Supervisor(policy, starter, model_dir, restarts), policy)
 
 MODEL_DIR/membership/workers has the number of workers that the run shall have. A user or another
-program writes it, at any time, also before the start. Without the file all workers train.
+program writes it, at any time, also before the start. At a start without it all workers train.
 
 TensorFlow connects a chief to a fixed list of tasks. So for another number the chief stops after a
 complete step, saves, and ends all servers; then all tasks start again with the new list. This is no

@@ -26,7 +26,7 @@ from data.prepare.sources.arrow_columns import (
     plain,
     texts_of,
 )
-from data.prepare.sources.columns import First, Missing, has_padding
+from data.prepare.sources.columns import First, Missing, padding_error
 from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import typed
 from data.system.files import DataError
@@ -151,7 +151,7 @@ class ArrowLists:
                 "source, or leave the column out, by --columns."
             )
         if self._padding and not self._is_string:
-            raise has_padding(self._padding, self.name, typed("text", self.name))
+            raise padding_error(self._padding, self.name, typed("text", self.name))
 
     def notes(self, path: str) -> Iterator[str]:
         """What a user should know of the column."""

@@ -282,7 +282,7 @@ class Lists:
                 f"{self._as_text}."
             )
         if self._has_integers and str(PADDING) in first:
-            raise has_padding(first[str(PADDING)], self.name, self._as_text)
+            raise padding_error(first[str(PADDING)], self.name, self._as_text)
 
     def notes(self, path: str) -> Iterator[str]:
         """What a user should know of the column."""
@@ -322,7 +322,7 @@ class Lists:
         return [*map(str.encode, items), *[b""] * missing]
 
 
-def has_padding(first: First, name: str, as_text: str) -> DataError:
+def padding_error(first: First, name: str, as_text: str) -> DataError:
     """The error for a column of lists that are filled up, and have the value of that already."""
     return DataError(
         f"{first.where}: column {name} has the item {PADDING}, with which shorter lists are filled "

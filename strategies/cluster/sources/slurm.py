@@ -85,7 +85,7 @@ def expand(nodes: str) -> list[str]:
     """
     if not re.fullmatch(r"([^\[\]]|\[[^\[\]]*\])*", nodes):
         raise _malformed(nodes, "its brackets do not match")
-    parts = re.split(r",(?![^\[]*\])", nodes)  # At commas outside brackets.
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)  # Between commas outside brackets.
     names = [name for part in parts for name in _expanded(part.strip(), nodes) if name]
     if not names:
         raise _malformed(nodes, "it is empty")

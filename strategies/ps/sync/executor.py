@@ -58,8 +58,9 @@ _LONG = 8
 # The assumed duration of the first round of a graph, which is traced and sent before.
 _FIRST_ROUND_SECS = 30.0
 
-# How long loops may take to end by themselves before they are told to end; how often they are told.
-_SHUTDOWN_GRACE_SECS, _POLL_SECS = 0.05, 1.0
+# Loops may take so long to end by themselves before they are told to end; they are told so often.
+_SHUTDOWN_GRACE_SECS = 0.05
+_POLL_SECS = 1.0
 
 
 class SynchronousExecutor(ParameterServerExecutor):
