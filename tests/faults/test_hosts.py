@@ -217,18 +217,18 @@ def test_backup_worker_takes_over_at_once_when_packets_of_a_worker_are_dropped(
             chief.wait_for_step(100)
             lost = places[2]
             links = [(lost, host) for host in places if host is not lost]
-            silence = f"worker 1 ({lost.address}:2222) has not answered for"
+            loss = " s: it is considered lost"
             # Several cuts: each may come while a message to the worker is on its way.
             for _ in range(5):
-                before = chief.warned(silence)
+                before = chief.warned(loss)
                 with dropped(*links):
                     chief.wait_for_step(last_report(tmp_path)["step"] + 60)
-                    is_lost = chief.warned(silence) >= before + 2
+                    is_lost = chief.warned(loss) > before
                     assert not is_lost, "steps stopped until the worker was given up"
                 wait_for_steps_of_worker_1(chief, 5)
-            before = chief.warned(silence)
+            before = chief.warned(loss)
             with dropped(*links):
-                chief.wait_until(lambda: chief.warned(silence) == before + 2, "its loss")
+                chief.wait_until(lambda: chief.warned(loss) > before, "its loss")
                 chief.wait_for_step(last_report(tmp_path)["step"] + 60)
             wait_for_steps_of_worker_1(chief, 5)
             chief.send(signal.SIGTERM)

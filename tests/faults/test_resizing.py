@@ -52,9 +52,16 @@ class Resized:
         return run
 
     def _wait_for_steps(self, *, after: int) -> None:
-        """Waits until the chief has made steps in its start number `after`, which counts from 0."""
-        what = f"a step after {after} changes"
-        self.process.wait_until(lambda: [len(s) > 1 for s in self._steps()[after:]] == [True], what)
+        """Waits until the chief has made steps after `after` changes, each a start.
+
+        It may start more often: rarely, TensorFlow damages a message, and the chief ends with 75.
+        """
+
+        def has_trained() -> bool:
+            steps = self._steps()
+            return len(resizes(self._model_dir)) == after < len(steps) and len(steps[-1]) > 1
+
+        self.process.wait_until(has_trained, f"a step after {after} changes")
 
     def _steps(self) -> list[list[int]]:
         """The steps after each call of the executor, for each start of the chief."""
@@ -72,8 +79,9 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def resizes(model_dir: Path) -> list[tuple[int, int]]:
-    lines = lines_of(model_dir / "failures.jsonl")
-    assert [line["why"] for line in lines] == [f"membership/workers says {n}" for _, n in CHANGES]
+    path = model_dir / "failures.jsonl"
+    lines = [line for line in lines_of(path) if "workers" in line] if path.exists() else []
+    assert all(line["why"] == f"membership/workers says {line['workers']}" for line in lines)
     return [(line["workers_before"], line["workers"]) for line in lines]
 
 
@@ -96,8 +104,9 @@ def test_synchronous_run_with_1_then_4_then_2_workers_ends_with_the_undisturbed_
         resized.wait_for_steps_after_the_last()
         run = resized.finish()
     assert resizes(run.model_dir) == CHANGES
-    (death,) = lines_of(run.model_dir / "tasks" / "restarts.jsonl")
-    assert (death["task"], death["exit_code"]) == ("worker 1", -signal.SIGKILL)
+    deaths = lines_of(run.model_dir / "tasks" / "restarts.jsonl")
+    killed = [death["task"] for death in deaths if death["exit_code"] == -signal.SIGKILL]
+    assert killed == ["worker 1"]
     assert run.result["examples"] == undisturbed.result["examples"]
     assert records_what_was_typed(run.model_dir)
     assert largest_difference(run.variables(), undisturbed.variables()) == 0.0
