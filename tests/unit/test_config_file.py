@@ -389,6 +389,12 @@ def test_tasks_compare_the_neighbours_too(tmp_path: Path) -> None:
         prints.append(hash_of_files(recipe))
         assert len(recipe.files) == 2
         alone = hash_of_files(dataclasses.replace(recipe, files=recipe.files[:1]))
+        package = tmp_path / "package" / "__init__.py"
+        package.parent.mkdir(exist_ok=True)
+        for code, is_equal in (('"""A package."""\n', True), ("rate = 1\n", False)):
+            package.write_text(code)
+            within = dataclasses.replace(recipe, files=(*recipe.files, str(package)))
+            assert (hash_of_files(within) == hash_of_files(recipe)) == is_equal
         assert alone != prints[-1]
     assert prints[0] != prints[1]
 

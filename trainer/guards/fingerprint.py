@@ -5,6 +5,7 @@
 Tasks of different versions or configs could connect, and train a model that no user asked for.
 """
 
+import ast
 import functools
 import hashlib
 import json
@@ -117,8 +118,10 @@ def shared_settings(recipe: Recipe, transfer: Transfer) -> dict[str, str]:
         if name != "data_dir"  # It may differ between hosts; the data is compared elsewhere.
     }
     code = hashlib.sha256()
-    for path in map(Path, recipe.files):
-        code.update(f"{path.stat().st_size}\n".encode() + path.read_bytes())
+    for content in map(Path.read_bytes, map(Path, recipe.files)):
+        # Not the empty `__init__.py` of a package: elsewhere an equal file may be in no package.
+        if any(not isinstance(node, ast.Expr) for node in ast.parse(content).body):
+            code.update(f"{len(content)}\n".encode() + content)
     return {
         "config file": code.hexdigest()[:12],
         **fields,
