@@ -268,6 +268,9 @@ def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
     a multiplication of the division, and merges its factor with the next one, while the graph of a
     dataset divides. The op has kernels for the CPU and for XLA. On a GPU it would travel to the CPU
     and back, so there it is a cast and another op that is not rewritten either, with equal results.
+
+    Raises:
+        TypeError: `values` are not uint8.
     """
     import tensorflow as tf
 

@@ -50,7 +50,11 @@ _EPOCHS_CACHED = 3
 
 
 def replica_lanes(lanes: int, replica: int, num_replicas: int) -> range:
-    """The lanes that `replica` of `num_replicas` reads."""
+    """The lanes that `replica` of `num_replicas` reads.
+
+    Raises:
+        ValueError: a replica would have no lane, or `replica` does not exist.
+    """
     if num_replicas > lanes:
         raise ValueError(
             f"{num_replicas} replicas cannot share {lanes} lanes: each needs at least one. "
@@ -93,6 +97,9 @@ class Order:
     """The endless order over one split: equal fields, equal order, on every machine.
 
     Starting costs the same at every position. Safe to call from several threads.
+
+    Raises:
+        ValueError: a field is invalid; the message names it, and what to set.
     """
 
     shard_lengths: tuple[int, ...]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from trainer.checkpoints.file_checks import contents_of
 from trainer.checkpoints.marks import signed
-from trainer.compare import compare
+from trainer.compare import _first, compare
 from trainer.config import ConfigError
 
 LINES: list[dict[str, float | str | None]] = [
@@ -157,3 +157,14 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="nothing to compare"):
         compare(str(tmp_path / "a"), str(tmp_path / "empty"))
+
+
+def test_step_0_is_called_equal_only_if_it_was_compared() -> None:
+    def differences(step: int) -> list[tuple[str, float]]:
+        return [("dense/kernel", 0.5)] if step else []
+
+    compared, not_compared = _first([0, 100], differences), _first([100], differences)
+    assert compared
+    assert not_compared
+    assert "equal at step 0, different at step 100:" in compared.describe("variables")
+    assert "variables: different at step 100, the first that" in not_compared.describe("variables")

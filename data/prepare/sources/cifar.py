@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.prepare.sources import Options, Source, joined, open_unpacked
+from data.prepare.sources import Options, Source, joined
 from data.prepare.sources.examples import Classes, ImageSplit, array_split, labelled_images
 from data.system.files import DataError
 
@@ -147,8 +147,9 @@ def _batch(num_labels: int, is_partial: bool, path: str) -> ImageSplit:
 
 
 def _read(path: str) -> bytes:
+    """The content of a file, which is compressed if its name ends with .gz."""
     try:
-        with open_unpacked(path) as file:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             return file.read()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is damaged: {error}. {_AGAIN}") from None
