@@ -124,6 +124,9 @@ class Learner(Protocol):
     def virtual_replicas(self) -> int:
         """The number of parts of a batch that are computed alone; 0 if that does not matter."""
 
+    def ends_report(self, step: Tensor) -> Tensor:
+        """True, bool [], if the step after `step` steps is the last one of a report."""
+
 
 class Peers(Protocol):
     """The other tasks of a run."""

@@ -215,6 +215,7 @@ def _options(config: Config, adopted: Adopted) -> Options:
         jit_compile=config.jit_compile is True,
         marks_changed_rows=config.complete_checkpoint_every > 1,
         last_step=config.train_steps,
+        log_every_steps=config.log_every_steps,
     )
     for item in dataclasses.fields(StepOptions):
         ours, theirs = getattr(config, item.name), getattr(adopted.options, item.name)

@@ -9,9 +9,9 @@ checkpoints name the variables, and so do the digests that reports have with
 config.virtual_replicas. These also name the parts of the batch whose gradients differ. Exit codes
 are those of diff: 0 equal, 1 different, 2 an error.
 
-The loss and the metrics of a report of training are means over the steps since the report before
-it, or since the run was resumed. Digests show that two reports cover other steps: then these means
-are not compared.
+The loss and the metrics of a report of training are means over its last `num_steps` steps: those
+since the report before it, or since the run was resumed. They are not compared if the two reports
+cover other steps.
 """
 
 import json
@@ -29,6 +29,8 @@ from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
 from trainer.run_files import (
     DIGESTS,
+    NO_METRICS,
+    NUM_STEPS,
     PART_DIGESTS,
     Document,
     RunFiles,
@@ -41,7 +43,7 @@ EXIT_DIFFERENT = 1
 # Values of reports that depend on the machine: rates and times.
 _NOT_COMPARED = (
     *("step", "split", "seconds", "steps_per_sec", "examples_per_sec", "input_wait"),
-    "gpu_peak_bytes",
+    *("gpu_peak_bytes", NUM_STEPS),
 )
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
@@ -144,7 +146,10 @@ def _checkpoints(files: RunFiles) -> dict[int, str]:
 
 def _report_differences(left: Document, right: Document) -> list[tuple[str, float]]:
     found = []
+    covers_equal_steps = left.get(NUM_STEPS) == right.get(NUM_STEPS)  # No: a run was resumed.
     for name in [name for name in left if name in right and name not in _NOT_COMPARED]:
+        if not covers_equal_steps and name not in NO_METRICS:  # Means over other steps.
+            continue
         ours, theirs = left[name], right[name]
         if isinstance(ours, Mapping) or ours == theirs:  # Counts by worker depend on timing.
             continue
@@ -153,8 +158,6 @@ def _report_differences(left: Document, right: Document) -> list[tuple[str, floa
     ours, theirs = left.get(DIGESTS, {}), right.get(DIGESTS, {})
     digests = [(name, math.nan) for name in ours if ours[name] != theirs.get(name, ours[name])]
     parts = _different_parts(left, right)
-    if parts == _ALL_PARTS and not digests:  # Of other steps: a run was resumed, for example.
-        return []
     if parts:
         digests.insert(0, (parts, math.nan))
     return digests + [(f"{name} of split {left['split']}", size) for name, size in found]

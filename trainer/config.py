@@ -47,7 +47,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from data.system.files import FAIL, SKIP
 from data.system.files import absolute as absolute_path
@@ -292,13 +292,9 @@ def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.
             "with its functions. Give them again: trainer.load_run(RUN, build_model=build_model)."
         )
     recipe = load_recipe(document["recipe"])
-    known = flatten(recipe.config)
-    for name, value in flatten_json(document["config"]).items():
-        if name in known:
-            *groups, last = name.split(".")
-            group = functools.reduce(getattr, groups, recipe.config)
-            # Lists of JSON were tuples.
-            setattr(group, last, tuple(value) if isinstance(value, list) else value)
+    for name, value in flatten_as(recipe.config, document["config"]).items():
+        *groups, last = name.split(".")
+        setattr(functools.reduce(getattr, groups, recipe.config), last, value)
     # Absolute, also where the field is empty or relative to the directory that the run began in.
     recipe.config.data_dir = document["data_dir"]
     return recipe
@@ -310,6 +306,26 @@ def flatten_json(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         is_group = isinstance(value, Mapping)
         fields |= flatten_json(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
+    return fields
+
+
+def flatten_as(config: object, values: Mapping[str, Any]) -> dict[str, Any]:
+    """As `flatten`, of the "config" of a config.json; only the fields that `config` has.
+
+    The values have the types of `config`: JSON has no tuples, and its keys are text.
+    """
+    fields: dict[str, Any] = {}
+    for name, item, _ in fields_of(config):
+        *groups, last = name.split(".")
+        group = functools.reduce(lambda found, key: found.get(key, {}), groups, values)
+        if last not in group:
+            continue
+        value = group[last]
+        if isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(value, Mapping) and get_args(item.type)[:1] == (int,):
+            value = {int(key): each for key, each in value.items()}
+        fields[name] = value
     return fields
 
 

@@ -58,6 +58,7 @@ from data.system.files import (
 from data.system.object_store import SCHEME, UnavailableError
 
 CHECKPOINT_MARK = "checkpoint.json"  # In the directory of a checkpoint, written last.
+NUM_STEPS = "num_steps"  # In a report of training: the steps that its means cover.
 # Values of reports that are not metrics.
 NO_METRICS = (
     "step",
@@ -65,6 +66,7 @@ NO_METRICS = (
     "learning_rate",
     "examples",
     "epoch",
+    NUM_STEPS,
     "steps_per_sec",
     "examples_per_sec",
     "input_wait",

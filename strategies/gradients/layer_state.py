@@ -59,7 +59,7 @@ def gradients_of_virtual_replicas(
 
     context = tf.distribute.get_replica_context()
     number, num_replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
-    share = Share(number, num_replicas, num_parts)
+    share = Share(number, num_replicas, num_parts, learner.ends_report(learner.step))
     gradients, changes, totals = gradients_of_parts(compute, batch, share, learner.num_dense)
     _change_by_mean(state, before[: len(state)], sums_of(changes), learner.virtual_replicas)
     return gradients, totals

@@ -26,7 +26,9 @@ _TOTALS_UNIT = 2.0**-24
 _DIGEST_FACTOR = 0x1E3779B1
 
 _Value = TypeVar("_Value")
-# Gradients, changes of the layers' state, metric totals.
+# Gradients, and changes of the layers' state.
+_Sums: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
+# And metric totals.
 _OfPart: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor], Tensor]
 
 
@@ -36,6 +38,7 @@ class Share(NamedTuple):
     number: int | Tensor  # Of the replica.
     of: int
     num_parts: int
+    ends_report: bool | Tensor = True  # Only then digests of the parts are computed.
 
 
 def in_pairs(
@@ -89,17 +92,17 @@ def gradients_of_parts(
     `compute` returns the gradients of a part, the first `num_dense` for dense variables, the
     changes of the layers' state, and metric totals. So does this function; sums of its totals are
     exact. At their end is a digest of the dense gradients and the changes for each part of the
-    complete batch: an integer, 0 for the parts of other replicas.
+    complete batch: an integer, 0 for the parts of other replicas, and unless `share.ends_report`.
     """
     former: list[Tensor] = []
+    totals: list[Tensor] = []
     digests: list[Tensor] = []
 
-    def of_part(index: int) -> _OfPart:
+    def of_part(index: int) -> _Sums:
         # In sequence, so that the activations of only one part are in memory.
         with tf.control_dependencies(former):
-            own = part_of_batch(batch, index, share.num_parts)
-            part = tf.nest.map_structure(tf.identity, own)
-        gradients, changes, totals = compute(part)
+            part = part_of_batch(batch, index, share.num_parts)
+        gradients, changes, part_totals = compute(part)
         # Rows of an index that occurs several times are added within a part, as other gradients.
         dense = [
             tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
@@ -107,24 +110,31 @@ def gradients_of_parts(
         ]
         gradients = [*dense, *gradients[num_dense:]]
         former[:] = present([*gradients, *changes])
-        digests.append(_digest(present([*dense, *changes])))
-        return gradients, changes, _exact(totals)
+        digests.append(
+            tf.cond(
+                share.ends_report,
+                lambda: _digest(present([*dense, *changes])),
+                lambda: tf.constant(0, tf.int32),
+            )
+        )
+        totals.append(part_totals)
+        return gradients, changes
 
-    def add(left: _OfPart, right: _OfPart) -> _OfPart:
+    def add(left: _Sums, right: _Sums) -> _Sums:
         gradients, changes = (list(map(add_gradients, left[i], right[i])) for i in range(2))
-        return gradients, changes, left[2] + right[2]
+        return gradients, changes
 
-    gradients, changes, totals = in_pairs(of_part, share.num_parts, add)
+    gradients, changes = in_pairs(of_part, share.num_parts, add)
     is_own = tf.one_hot(share.number, share.of, dtype=tf.float64)
     of_all = is_own[:, tf.newaxis] * tf.cast(tf.stack(digests), tf.float64)
-    return gradients, changes, tf.concat([totals, tf.reshape(of_all, [-1])], axis=0)
+    return gradients, changes, tf.concat([_exact_sum(totals), tf.reshape(of_all, [-1])], axis=0)
 
 
 @no_autograph
 def totals_of_parts(evaluate: Callable[[Batch], Tensor], batch: Batch, num_parts: int) -> Tensor:
     """The sum of the metric totals of the parts of `batch`, which later sums keep exact."""
     totals = [evaluate(part_of_batch(batch, index, num_parts)) for index in range(num_parts)]
-    return tf.add_n(list(map(_exact, totals)))
+    return _exact_sum(totals)
 
 
 def _digest(tensors: Sequence[Tensor]) -> Tensor:
@@ -150,5 +160,7 @@ def _words(tensor: Tensor) -> Tensor:
     return words if is_in_columns else tf.reshape(words, [-1])
 
 
-def _exact(totals: Tensor) -> Tensor:
-    return tf.round(totals / _TOTALS_UNIT) * _TOTALS_UNIT
+def _exact_sum(totals: Sequence[Tensor]) -> Tensor:
+    """The sum of metric totals, each rounded before, so that it is the same in any order."""
+    rounded = tf.round(tf.stack(totals) / _TOTALS_UNIT) * _TOTALS_UNIT
+    return tf.reduce_sum(rounded, axis=0)

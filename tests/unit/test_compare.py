@@ -109,11 +109,13 @@ def test_parts_whose_gradients_differ_are_named_with_the_variables(
 
 
 def test_means_of_reports_of_other_steps_are_not_compared(tmp_path: Path) -> None:
-    for name, digest, loss in (("a", "x", 0.5), ("b", "y", 0.4)):
+    for name, num_steps, loss in (("a", 10, 0.5), ("b", 4, 0.4), ("c", 10, 0.4)):
         (tmp_path / name).mkdir()
-        line = {"step": 10, "split": "train", "loss": loss, "digests": {"kernel": "1"}}
-        write_reports(tmp_path / name, [{**line, "part_digests": {"0": digest, "1": digest}}])
-    assert compare(str(tmp_path / "a"), str(tmp_path / "b")).is_equal
+        line = {"step": 10, "split": "train", "num_steps": num_steps, "loss": loss, "examples": 50}
+        write_reports(tmp_path / name, [line])
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert compare(a, b).is_equal
+    assert not compare(a, c).is_equal  # So these values can show it.
 
 
 def test_parts_of_another_number_are_not_compared(tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ def test_recipe_of_a_run_has_the_config_of_the_run(tmp_path: Path) -> None:
     assert recipe_of_run(document).config.batch_size == 32
 
 
+def test_weights_of_classes_are_those_of_the_run(tmp_path: Path) -> None:
+    given = write_run(tmp_path / "run", class_weight={0: 2.0})
+    document = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert recipe_of_run(document).config.class_weight == {0: 2.0}
+    assert "--config.class_weight={0: 2.0}" in continued(given)
+
+
 @pytest.mark.parametrize(
     ("exit_code", "line"),
     [

@@ -69,6 +69,9 @@ def test_parts_are_computed_alone_and_their_rows_are_added_within_each() -> None
     assert halves[0][3:].numpy().tolist() == halves[1][1:3].numpy().tolist() == [0, 0]
     assert (halves[0] + halves[1]).numpy().tolist() == totals.numpy().tolist()
     assert len(set(totals[1:].numpy().tolist())) == 4
+    within_report = Share(0, 1, 4, ends_report=False)
+    *_, totals_within = gradients_of_parts(compute, batch, within_report, num_dense=3)
+    assert totals_within.numpy().tolist() == [28, 0, 0, 0, 0]
 
 
 def digest_of_part(*gradients: tf.Tensor) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from data.system.files import exists, is_url, shown
 from strategies.cluster.sources.finding import found_by_auto, is_described, size_flags
 from strategies.cluster.tf_config import Cluster
-from trainer.config import PYTHON_CONFIG, ConfigError, flatten, flatten_json, load_recipe
+from trainer.config import PYTHON_CONFIG, ConfigError, flatten, flatten_as, load_recipe
 from trainer.config_file import split_target
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.run_files import Document, RunFiles
@@ -75,14 +75,14 @@ def _config_words(document: Document, given: Mapping[str, str], model_dir: str) 
             f"The run in {model_dir} was started with the config file {path}, which does not exist "
             "any more. Put it back, or name its new place with --config=FILE."
         )
-    defaults = flatten(load_recipe(path).config)
+    config = load_recipe(path).config
+    defaults = flatten(config)
     words = [f"--config={path}"]
-    for name, value in flatten_json(document["config"]).items():
-        value = tuple(value) if isinstance(value, list) else value
+    for name, value in flatten_as(config, document["config"]).items():
         if name == "data_dir":
             value = document["data_dir"]  # Absolute: the run may have begun in another directory.
         is_replaced = name == "train_steps" and any(step in given for step in _STEPS)
-        if not is_replaced and name in defaults and value != defaults[name]:
+        if not is_replaced and value != defaults[name]:
             words.append(f"--config.{name}={value}")
     return words
 

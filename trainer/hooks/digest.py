@@ -15,7 +15,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.split_mix import finalized
-from strategies.metrics import Metrics, add_metrics
+from strategies.metrics import Metrics
 from trainer.hooks.writers import JsonLines, Values
 from trainer.learner import Learner
 from trainer.run_files import DIGESTS, PART_DIGESTS
@@ -30,7 +30,7 @@ class DigestLines(JsonLines):
 
     One for each variable of the model, by its path, and one for all states of the optimizer. Rows
     of a ShardedEmbedding are left out: how they are divided depends on the strategy. And one for
-    the gradients of each part of a batch, summed over the steps since the last report.
+    the gradients of each part of the batch of the last step, if this is step n * log_every_steps.
     """
 
     def __init__(self, path: str, always: Mapping[str, Values], learner: Learner) -> None:
@@ -47,26 +47,20 @@ class DigestLines(JsonLines):
             return found
 
         self._digests = digests
-        self._metrics = Metrics()
-
-    @override
-    def begin(self, step: int) -> None:
-        super().begin(step)
-        self._metrics = Metrics()
+        self._part_digests = Metrics().part_digests
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
-        self._metrics = add_metrics(self._metrics, metrics)
+        self._part_digests = metrics.part_digests
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:
         if split == "train":
             found = self._digests()
             shown = {name: f"{int(value) % 2**64:016x}" for name, value in found.items()}
-            sums = enumerate(self._metrics.part_digests)
-            parts = {str(i): f"{int(value) % 2**32:08x}" for i, value in sums}
+            of_parts = self._part_digests if self._part_digests.any() else ()
+            parts = {str(i): f"{int(value) % 2**32:08x}" for i, value in enumerate(of_parts)}
             values = {**values, DIGESTS: shown, PART_DIGESTS: parts}
-            self._metrics = Metrics()
         super().write(step, split, values)
 
 

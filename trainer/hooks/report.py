@@ -24,6 +24,7 @@ from trainer.embeddings.dynamic import DynamicTable
 from trainer.hooks.base import PeriodicHook
 from trainer.hooks.writers import Writer
 from trainer.learner import Learner
+from trainer.run_files import NUM_STEPS
 
 
 @dataclass(eq=False)
@@ -65,6 +66,7 @@ class Report(PeriodicHook):
             "learning_rate": self.learner.learning_rate,
             "examples": position.num_examples(self.order),
             "epoch": position.num_examples(self.order) / self.order.num_examples,
+            NUM_STEPS: step - self._last_step,
             "steps_per_sec": steps_per_sec,
             "examples_per_sec": steps_per_sec * self.order.batch_size,
             "seconds": now - self._start_time,

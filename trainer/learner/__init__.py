@@ -131,6 +131,7 @@ class Learner:
         self.notes: list[str] = []
         self.batch_size = batch_size
         self.virtual_replicas = options.virtual_replicas
+        self._log_every_steps = options.log_every_steps
         self.needs_seeds = bind(model)
         self._variables = variables = ModelVariables(model, options)
         self.tables, self.saved_tables = variables.tables, variables.saved_tables
@@ -174,6 +175,10 @@ class Learner:
         """
         is_compiled = self._differentiation.with_xla is not None
         return type(self) is Learner and is_compiled and not self.virtual_replicas
+
+    def ends_report(self, step: tf.Tensor) -> tf.Tensor:
+        """True, bool [], if the step after `step` steps is the last one of a report."""
+        return tf.equal((step + 1) % self._log_every_steps, 0)
 
     @property
     def num_totals(self) -> int:

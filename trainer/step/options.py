@@ -361,11 +361,13 @@ class Options(StepOptions):
         jit_compile: XLA compiles a replica's gradient.
         marks_changed_rows: Of tables, for checkpoints that have only these rows.
         last_step: The end of training; 0 if it is not known.
+        log_every_steps: The steps of a report.
     """
 
     jit_compile: bool = False
     marks_changed_rows: bool = False
     last_step: int = 0
+    log_every_steps: int = 1
 
 
 def matching(name: str, pattern: str, paths: Sequence[str]) -> list[bool]:

@@ -160,7 +160,7 @@ class WorkerLoop:
                 self.strategy,
                 batch,
                 self.read_dtype,
-                self._share(assignment.sub_batch),
+                self._share(assignment),
             )
             present[:] = [i for i in range(num_dense) if gradients[i] is not None]
             dense = [tf.ensure_shape(gradients[i], variables[i].shape) for i in present]
@@ -230,11 +230,14 @@ class WorkerLoop:
         refused = assignment._replace(end_reason=EndReason.GIVES_WAY, step=NONE)
         return tf.where(has_no_tickets, pack(refused), row)
 
-    def _share(self, sub_batch: Tensor) -> Share | None:
-        """The parts of a sub-batch, with virtual replicas."""
-        number = len(self.lanes)
-        num_parts = self.learner.virtual_replicas // number
-        return Share(sub_batch % number, number, num_parts) if num_parts else None
+    def _share(self, assignment: Assignment) -> Share | None:
+        """The parts of the sub-batch of `assignment`, with virtual replicas."""
+        of = len(self.lanes)
+        num_parts = self.learner.virtual_replicas // of
+        if not num_parts:
+            return None
+        is_last = self.learner.ends_report(assignment.step)
+        return Share(assignment.sub_batch % of, of, num_parts, is_last)
 
     def _batch(self, number: Tensor, starts: Tensor, tickets: Tensor) -> Batch:
         batch, index = number // len(self.lanes), number % len(self.lanes)
