@@ -13,9 +13,8 @@ A sub-batch is the part of a batch in one range of lanes. For synchronous ps wor
 makes one ticket of each range for all batches of a run; `sub_batch` takes one row, a batch, of it.
 """
 
-import os
 import sys
-import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -218,7 +217,7 @@ class CachedTickets(TicketSource):
     def __init__(self, reader: Reader) -> None:
         self.order, self._reader = reader.order, reader
         # A server may still hold the examples of an earlier run: they are not used.
-        self._owner = f"{os.getpid()}-{time.time_ns()}"
+        self._owner = uuid.uuid4().hex
 
     @override
     def ticket_runs(self, first_batch: int) -> Iterator[tuple[int, int]]:

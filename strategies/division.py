@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # The first of these rounds compiles, so that its rates say nothing. The second is measured.
 _FIRST_SIZES = (1, 10)
-_LOGGED_CHANGE = 0.05  # Of a worker's share in all steps.
+_LOGGED_CHANGE = 0.1  # Of a worker's share in all steps, since the last message.
 
 
 class Division:
@@ -39,6 +39,7 @@ class Division:
         self._every_secs = every_secs
         self._rates = [1.0] * num_workers
         self._num_rounds = 0
+        self._logged = [1 / num_workers] * num_workers  # The shares of the last message.
 
     def sizes(self, num_steps: int, most: float = math.inf) -> list[int]:
         """The batches of each of the next rounds, up to the first end after `num_steps` steps.
@@ -63,10 +64,10 @@ class Division:
         self._num_rounds += 1
         if self._num_rounds < len(_FIRST_SIZES):
             return
-        before, self._rates = self._rates, list(rates)
-        shares = [[rate / sum(each) for rate in each] for each in (before, self._rates)]
-        if max(abs(old - new) for old, new in zip(*shares, strict=True)) > _LOGGED_CHANGE:
-            shown = ", ".join(f"{share:.0%}" for share in shares[1])
+        self._rates = list(rates)
+        shares = [rate / sum(rates) for rate in rates]
+        if max(abs(a - b) for a, b in zip(shares, self._logged, strict=True)) > _LOGGED_CHANGE:
+            shown, self._logged = ", ".join(f"{share:.0%}" for share in shares), shares
             log.info("The workers, in their order, make %s of the local steps.", shown)
 
 

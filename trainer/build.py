@@ -37,6 +37,7 @@ from trainer.step.optimizers import (
     supported_optimizers,
 )
 from trainer.step.options import (
+    LocalStepsConfig,
     LossScaleConfig,
     Options,
     ScheduleConfig,
@@ -69,10 +70,16 @@ def check_for_strategy(
         )
     if chosen := config.local_steps.chosen:
         if strategy == "ps":
-            without = f"--{chosen.partition('=')[0]}=0"  # A run that continues has it recorded.
+            values, defaults = flatten(config.local_steps), flatten(LocalStepsConfig())
+            # To be typed, since a run that continues has them recorded.
+            without = [
+                f"--config.local_steps.{name}={default}"
+                for name, default in defaults.items()
+                if values[name] != default
+            ]
             raise ConfigError(
                 f"{chosen} needs workers that keep their own weights, but under --strategy=ps all "
-                f"use those of the servers. Type --strategy=multiworker, or {without}."
+                f"use those of the servers. Type --strategy=multiworker, or {' '.join(without)}."
             )
         if learner.loss_scale:
             raise ConfigError(

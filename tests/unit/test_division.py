@@ -63,3 +63,14 @@ def test_rounds_follow_the_speed_of_a_worker() -> None:
     [size] = division.sizes(num_steps=1)
     assert size == 62  # Of 10 s: 100 and 25 sub-batches, two a batch.
     assert division.of(size) == [100, 24]
+
+
+def test_shares_are_logged_if_they_changed_since_the_last_message(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    division = Division(every_secs=1, num_workers=2)
+    with caplog.at_level("INFO"):
+        for share in (0.5, 0.5, 0.58, 0.42, 0.7, 0.62, 0.75, 0.5):
+            division.learn([share, 1 - share])
+    found = [record.getMessage().partition("make ")[2] for record in caplog.records]
+    assert found == ["70%, 30% of the local steps.", "50%, 50% of the local steps."]

@@ -62,6 +62,7 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
         ("a,b\n1,2\n\n,3\n", Options("a"), r"line 4: the label a is empty"),
         ("a,b\n1,2\nNA,3\n", Options("a", missing="0"), r"leaves out such rows\.$"),
         ("a,b\n,2\n1,\n", Options(missing="drop"), "leaves no row"),
+        ("a,b\n", NONE, r"has no rows\.$"),
         ("a,b\n0.5,2\n1.0,3\n", Options("a"), r"line 2: a is the label, and has '0\.5'; needed"),
         ("a,b\n-1,2\n", Options("a"), "a is the label, and has -1; needed are integers from 0"),
         ("01501,40.1\n01502,40.2\n", NONE, "begins with numbers, 01501, 40.1.*--noheader"),

@@ -347,7 +347,12 @@ def test_after_a_roll_back_rounds_begin_with_the_restored_state(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "strategy", "message"),
     [
-        ({}, "ps", "Type --strategy=multiworker, or --config.local_steps.every=0."),
+        (
+            {},
+            "ps",
+            "Type --strategy=multiworker, or --config.local_steps.every=0 "
+            "--config.local_steps.outer_learning_rate=1.0 --config.local_steps.outer_momentum=0.0.",
+        ),
         ({"precision": "mixed_float16"}, "mirrored", "--config.precision=mixed_bfloat16"),
     ],
 )

@@ -8,9 +8,7 @@ dynamic.py says what is in the hash table, and when it changes. TensorFlow's Mut
 is not used: after removals an insertion may add an id twice.
 """
 
-import itertools
-import os
-import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,8 +29,6 @@ _FIRST_ROWS = 1024
 # Values of an id in the hash table, int64: its place, its sightings, its last step.
 NUM_VALUES = 3
 _UNKNOWN = (-1, 0, 0)
-
-_numbers = itertools.count()
 
 
 class Counts(NamedTuple):
@@ -72,7 +68,7 @@ class DynamicPart:
             self.counts = tf.Variable(
                 tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
             )
-        name = f"ids-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
+        name = f"ids-{uuid.uuid4().hex}"
         with tf.device(self.rows.device):
             self._hash_table = tf.raw_ops.MutableHashTableOfTensorsV2(
                 key_dtype=tf.int64, value_dtype=tf.int64, value_shape=[NUM_VALUES], shared_name=name

@@ -123,10 +123,12 @@ def source(name: str, path: str, options: Options) -> Source:
                     label_values.update([row[label]] if label is not None else [])
         notes.append(missing_note(path, num_missing, before, sum(counts.values()), options.missing))
     for split, count in counts.items():
-        if not count and num_missing:
+        if not count:
             raise DataError(
                 f"{files[split]}: --missing={DROP} leaves no row: each has a missing value. Give a "
                 "number, for example --missing=0, or remove the column."
+                if num_missing
+                else f"{files[split]} has no rows."
             )
     classes: dict[str, Classes] = {}
     if label is not None:

@@ -59,7 +59,7 @@ def _files(path: str, options: Options) -> dict[str, list[str]]:
             raise DataError(f"--splits would be ignored: {path} is one file. Leave it out.")
         return {"": [path]}
     if not os.path.isdir(path):
-        raise DataError(f"There is no --source={path}.")
+        raise DataError(f"There is no --source={path}. Give a file or directory that exists.")
     if options.splits:
         return paths_by_pattern(path, options.splits)
     found = [
