@@ -112,7 +112,7 @@ def gradients_of_parts(
         former[:] = present([*gradients, *changes])
         digests.append(
             tf.cond(
-                share.ends_report,
+                tf.convert_to_tensor(share.ends_report),
                 lambda: _digest(present([*dense, *changes])),
                 lambda: tf.constant(0, tf.int32),
             )
