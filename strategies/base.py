@@ -125,7 +125,7 @@ class Learner(Protocol):
         """The number of parts of a batch that are computed alone; 0 if that does not matter."""
 
     def ends_report(self, step: Tensor) -> Tensor:
-        """True, bool [], if the step after `step` steps is the last one of a report."""
+        """True, bool [], if step `step` + 1 is the last one of a report, or of the run."""
 
 
 class Peers(Protocol):
@@ -399,10 +399,7 @@ class Executor(abc.ABC):
         return {}
 
     def row_bytes(self, width: int, value_bytes: int) -> int:
-        """The bytes between processes for each id of a table that a replica uses in a step.
-
-        A row has `width` values of `value_bytes`.
-        """
+        """The bytes between processes for an id of a step; a row has `width` x `value_bytes`."""
         return 0
 
     # The end.

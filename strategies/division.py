@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 # The first of these rounds compiles, so that its rates say nothing. The second is measured.
 _FIRST_SIZES = (1, 10)
-_LOGGED_CHANGE = 0.1  # Of a worker's share in all steps, since the last message.
+# Of a worker's share in all steps since the last message, in parts of an equal share.
+_LOGGED_CHANGE = 0.2
 
 
 class Division:
@@ -66,7 +67,8 @@ class Division:
             return
         self._rates = list(rates)
         shares = [rate / sum(rates) for rate in rates]
-        if max(abs(a - b) for a, b in zip(shares, self._logged, strict=True)) > _LOGGED_CHANGE:
+        change = max(abs(a - b) for a, b in zip(shares, self._logged, strict=True)) * len(shares)
+        if change > _LOGGED_CHANGE:
             shown, self._logged = ", ".join(f"{share:.0%}" for share in shares), shares
             log.info("The workers, in their order, make %s of the local steps.", shown)
 

@@ -45,6 +45,8 @@ _NOT_COMPARED = (
     *("step", "split", "seconds", "steps_per_sec", "examples_per_sec", "input_wait"),
     *("gpu_peak_bytes", NUM_STEPS),
 )
+# Values of reports of training that are no means over its steps.
+_NO_MEANS = {*NO_METRICS, "loss_scale", "skipped_steps"}
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 _ALL_PARTS = "gradients of all parts of the batch"
@@ -93,6 +95,7 @@ class Comparison:
 
     num_reports: int
     num_single_reports: tuple[int, int]  # Of the left run alone, and of the right run alone.
+    num_other_steps: int  # Reports of training of which only one covers some steps.
     steps: Sequence[int]  # Of the compared checkpoints.
     reports: Difference | None
     variables: Difference | None
@@ -131,7 +134,8 @@ def compare(left: str, right: str) -> Comparison:
     first_report = _first(splits, report_differences)
     first_variables = _first(steps, differences_of_variables)
     single = (len(reports[0]) - len(common), len(reports[1]) - len(common))
-    return Comparison(len(common), single, steps, first_report, first_variables)
+    num_other = sum(_cover_other_steps(reports[0][key], reports[1][key]) for key in common)
+    return Comparison(len(common), single, num_other, steps, first_report, first_variables)
 
 
 def _reports(files: RunFiles) -> dict[tuple[int, str], Document]:
@@ -146,9 +150,9 @@ def _checkpoints(files: RunFiles) -> dict[int, str]:
 
 def _report_differences(left: Document, right: Document) -> list[tuple[str, float]]:
     found = []
-    covers_equal_steps = left.get(NUM_STEPS) == right.get(NUM_STEPS)  # No: a run was resumed.
+    cover_other_steps = _cover_other_steps(left, right)
     for name in [name for name in left if name in right and name not in _NOT_COMPARED]:
-        if not covers_equal_steps and name not in NO_METRICS:  # Means over other steps.
+        if cover_other_steps and name not in _NO_MEANS:
             continue
         ours, theirs = left[name], right[name]
         if isinstance(ours, Mapping) or ours == theirs:  # Counts by worker depend on timing.
@@ -163,9 +167,19 @@ def _report_differences(left: Document, right: Document) -> list[tuple[str, floa
     return digests + [(f"{name} of split {left['split']}", size) for name, size in found]
 
 
+def _cover_other_steps(left: Document, right: Document) -> bool:
+    """True if a run was resumed, for example. Reports of an earlier version do not say it."""
+    numbers = [report.get(NUM_STEPS) for report in (left, right)]
+    return None not in numbers and numbers[0] != numbers[1]
+
+
 def _different_parts(left: Document, right: Document) -> str:
     """The parts of a batch whose gradients differ, with config.virtual_replicas; "" if none do."""
-    ours, theirs = (report.get(PART_DIGESTS, {}) for report in (left, right))
+    # Without NUM_STEPS they are of an earlier version, which added the digests of several steps.
+    ours, theirs = (
+        report[PART_DIGESTS] if {NUM_STEPS, PART_DIGESTS} <= report.keys() else {}
+        for report in (left, right)
+    )
     if ours.keys() != theirs.keys():  # The batches have other parts, or none.
         return ""
     parts = [part for part in ours if ours[part] != theirs[part]]
@@ -307,6 +321,11 @@ def main(argv: Sequence[str]) -> int:
             single = zip(found.num_single_reports, (left, right), strict=True)
             shown = " and ".join(f"{count} of {run}" for count, run in single if count)
             print(f"not compared, since the other run has no such report: {shown}")
+        if found.num_other_steps:
+            print(
+                f"{found.num_other_steps} reports cover other steps in the two runs: their losses "
+                "and metrics are not compared"
+            )
         return EXIT_DONE
     for what, difference in (("reports", found.reports), ("variables", found.variables)):
         if difference is not None:
@@ -325,6 +344,7 @@ def _document(found: Comparison, different: Sequence[str]) -> Document:
         "config": different,
         "num_reports": found.num_reports,
         "num_single_reports": found.num_single_reports,
+        "num_other_steps": found.num_other_steps,
         "checkpoint_steps": list(found.steps),
         "reports": parts(found.reports),
         "variables": parts(found.variables),

@@ -47,7 +47,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from data.system.files import FAIL, SKIP
 from data.system.files import absolute as absolute_path
@@ -309,24 +310,52 @@ def flatten_json(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return fields
 
 
+_ABSENT = object()
+
+
 def flatten_as(config: object, values: Mapping[str, Any]) -> dict[str, Any]:
     """As `flatten`, of the "config" of a config.json; only the fields that `config` has.
 
-    The values have the types of `config`: JSON has no tuples, and its keys are text.
+    JSON has lists in place of tuples, and its keys are text: the values get the declared types.
     """
     fields: dict[str, Any] = {}
-    for name, item, _ in fields_of(config):
+    for name, _, current in fields_of(config):
         *groups, last = name.split(".")
-        group = functools.reduce(lambda found, key: found.get(key, {}), groups, values)
-        if last not in group:
+        found: Any = values
+        for key in (*groups, last):
+            found = found.get(key, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+        is_group = isinstance(found, Mapping) and not isinstance(current, Mapping | None)
+        if found is _ABSENT or is_group:  # The config file has changed since.
             continue
-        value = group[last]
-        if isinstance(value, list):
-            value = tuple(value)
-        elif isinstance(value, Mapping) and get_args(item.type)[:1] == (int,):
-            value = {int(key): each for key, each in value.items()}
-        fields[name] = value
+        if found == json.loads(json.dumps(current)):
+            fields[name] = current
+        elif isinstance(found, Mapping):
+            owner = functools.reduce(getattr, groups, config)
+            make_key = _type_of_keys(get_type_hints(type(owner))[last])
+            fields[name] = {make_key(key): _tuples(value) for key, value in found.items()}
+        else:
+            fields[name] = found if isinstance(current, list) else _tuples(found)
     return fields
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _type_of_keys(declared: Any) -> Callable[[str], object]:
+    """Int or float for `dict[int, ...]`, `dict[float, ...] | None` and so on, else str."""
+    key = (*get_args(_mapping_in(declared)), str)[0]
+    return key if key in (int, float) else str
+
+
+def _mapping_in(declared: Any) -> Any:
+    """`dict[int, float]` for itself and for `dict[int, float] | None`; None for other types."""
+    is_union = get_origin(declared) in (Union, UnionType)
+    for each in (declared, *(get_args(declared) if is_union else ())):
+        origin = get_origin(each) or each
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return each
+    return None
 
 
 def num_lanes(config: Config) -> int:
@@ -398,7 +427,7 @@ def _resolve_annotations(config: object) -> None:
     hints = get_type_hints(type(config)) if any(isinstance(i.type, str) for i in items) else {}
     for item in items:
         item.type = hints.get(item.name, item.type)
-        if item.type == bool | str:
+        if item.type == bool | str or _mapping_in(item.type):
             item.type = object  # For which ml_collections reads a literal of Python, or text.
         if dataclasses.is_dataclass(value := getattr(config, item.name)):
             _resolve_annotations(value)

@@ -195,6 +195,12 @@ def _check_options(config: Config) -> None:
             "run. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, or leave "
             "deterministic out."
         )
+    weights = config.class_weight
+    if not isinstance(weights, Mapping) or not all(
+        type(index) is int and index >= 0 and isinstance(weight, int | float) and weight >= 0
+        for index, weight in weights.items()
+    ):
+        raise must_be("indices of classes with weights from 0", "class_weight", weights, "'{0: 2}'")
     if config.virtual_replicas & (config.virtual_replicas - 1):
         raise must_be("0 or a power of two", "virtual_replicas", config.virtual_replicas, 8)
     if config.virtual_replicas and (chosen := config.local_steps.chosen):

@@ -92,6 +92,7 @@ def test_parts_whose_gradients_differ_are_named_with_the_variables(
             {
                 "step": 10 * number,
                 "split": "train",
+                "num_steps": 10,
                 "digests": {"kernel": kernel},
                 "part_digests": dict(zip("0123", parts, strict=True)),
             }
@@ -108,22 +109,38 @@ def test_parts_whose_gradients_differ_are_named_with_the_variables(
     assert ("log_every_steps=1" in found.reports.describe("reports")) == has_hint
 
 
-def test_means_of_reports_of_other_steps_are_not_compared(tmp_path: Path) -> None:
-    for name, num_steps, loss in (("a", 10, 0.5), ("b", 4, 0.4), ("c", 10, 0.4)):
+def test_means_over_other_steps_are_not_compared(tmp_path: Path) -> None:
+    for name, values in {
+        "a": {"num_steps": 10, "loss": 0.5, "loss_scale": 2.0},
+        "resumed": {"num_steps": 4, "loss": 0.4, "loss_scale": 2.0},
+        "other loss": {"num_steps": 10, "loss": 0.4, "loss_scale": 2.0},
+        "other scale": {"num_steps": 4, "loss": 0.5, "loss_scale": 1.0},
+        "earlier version": {"loss": 0.4},
+    }.items():
         (tmp_path / name).mkdir()
-        line = {"step": 10, "split": "train", "num_steps": num_steps, "loss": loss, "examples": 50}
-        write_reports(tmp_path / name, [line])
-    a, b, c = (str(tmp_path / name) for name in "abc")
-    assert compare(a, b).is_equal
-    assert not compare(a, c).is_equal  # So these values can show it.
+        write_reports(tmp_path / name, [{"step": 10, "split": "train", **values}])
+    found = compare(str(tmp_path / "a"), str(tmp_path / "resumed"))
+    assert (found.is_equal, found.num_other_steps) == (True, 1)
+    for name in ("other loss", "other scale", "earlier version"):
+        assert not compare(str(tmp_path / "a"), str(tmp_path / name)).is_equal
+
+
+def test_digests_of_parts_of_an_earlier_version_are_not_compared(tmp_path: Path) -> None:
+    for name, values in {
+        "a": {"num_steps": 10, "part_digests": {"0": "a", "1": "b"}},
+        "b": {"part_digests": {"0": "c", "1": "d"}},
+    }.items():
+        (tmp_path / name).mkdir()
+        write_reports(tmp_path / name, [{"step": 10, "split": "train", "loss": 0.5, **values}])
+    assert compare(str(tmp_path / "a"), str(tmp_path / "b")).is_equal
 
 
 def test_parts_of_another_number_are_not_compared(tmp_path: Path) -> None:
     for name, parts in (("a", "abcd"), ("b", "ef")):
         (tmp_path / name).mkdir()
         digests = {str(index): part for index, part in enumerate(parts)}
-        line = {"step": 10, "split": "train", "digests": {"kernel": name}, "part_digests": digests}
-        write_reports(tmp_path / name, [line])
+        line = {"step": 10, "split": "train", "num_steps": 10, "digests": {"kernel": name}}
+        write_reports(tmp_path / name, [{**line, "part_digests": digests}])
     found = compare(str(tmp_path / "a"), str(tmp_path / "b")).reports
     assert found is not None
     assert [name for name, _ in found.names] == ["kernel"]

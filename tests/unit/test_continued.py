@@ -1,14 +1,16 @@
 """`--model_dir=RUN` alone continues a run, with the settings in its config.json."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
 from tests.cluster.runs import ROOT
+from tests.commands import run_python
 from tests.unit.test_cluster_sources import INDEXED_JOB, SLURM
-from trainer.config import ConfigError, load_recipe, recipe_of_run, to_json
+from trainer.config import Config, ConfigError, flatten_as, load_recipe, recipe_of_run, to_json
 from trainer.flags.continued import print_next, with_settings_of_run
 
 DIGITS = str(ROOT / "configs" / "digits.py")
@@ -106,7 +108,48 @@ def test_weights_of_classes_are_those_of_the_run(tmp_path: Path) -> None:
     given = write_run(tmp_path / "run", class_weight={0: 2.0})
     document = json.loads((tmp_path / "run" / "config.json").read_text())
     assert recipe_of_run(document).config.class_weight == {0: 2.0}
-    assert "--config.class_weight={0: 2.0}" in continued(given)
+    (word,) = [word for word in continued(given) if "class_weight" in word]
+    program = "import sys; from trainer.flags import CONFIG, parsing; "
+    program += "parsing.parse_words(sys.argv); print(CONFIG.value.class_weight)"
+    done = run_python("-c", program, word)
+    assert done.stdout == "{0: 2.0}\n", done.stderr
+
+
+@dataclass
+class Group:
+    by_float: dict[float, int] = field(default_factory=dict)
+    optional: Optional[dict[int, float]] = None  # noqa: UP045  # Users may write it so.
+    ranges: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"x": (1, 2)})
+    numbers: list[int] = field(default_factory=list)
+    pairs: tuple[Any, ...] = ()
+    cleared: int | None = 3
+
+
+@dataclass
+class OwnConfig(Config):
+    group: Group = field(default_factory=Group)
+    now_a_group: Group = field(default_factory=Group)
+    once_a_group: int = 4
+
+
+def test_values_of_a_run_have_the_types_of_the_config() -> None:
+    stored = {
+        "by_float": {"0.5": 2},
+        "optional": {"3": 1.5},
+        "ranges": {"x": [1, 2]},
+        "numbers": [1, 2],
+        "pairs": [[1, 2], [3]],
+        "cleared": None,
+    }
+    document = {"group": stored, "now_a_group": 3, "once_a_group": {"x": 1}, "unknown": 1}
+    assert flatten_as(OwnConfig(), document) == {
+        "group.by_float": {0.5: 2},
+        "group.optional": {3: 1.5},
+        "group.ranges": {"x": (1, 2)},
+        "group.numbers": [1, 2],
+        "group.pairs": ((1, 2), (3,)),
+        "group.cleared": None,
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from strategies.transfer import Transfer
 from trainer.config import Config
 from trainer.config_checks import check, check_replicas
 from trainer.hooks.digest import digest
+from trainer.learner import Learner
 from trainer.step.layer_options import Use, check_layers
-from trainer.step.options import ConfigError, LocalStepsConfig
+from trainer.step.losses import sparse_categorical_crossentropy
+from trainer.step.options import ConfigError, LocalStepsConfig, Options
 
 
 def test_values_are_added_along_one_tree_and_computed_when_they_are_needed() -> None:
@@ -211,3 +213,21 @@ def test_layers_that_see_more_than_a_part_are_refused(layer: keras.layers.Layer)
 def test_tree_of_two_and_of_four_numbers_differ_from_a_chain() -> None:
     values = [np.float32(x) for x in (1e8, 1.0, -1e8, 1.0)]
     assert in_pairs(values.__getitem__, 4, operator.add) != sum(values)
+
+
+@pytest.mark.parametrize(
+    ("every", "last_step", "ends"), [(10, 25, [10, 20, 25]), (10, 0, [10, 20]), (0, 25, [25])]
+)
+def test_reports_end_at_their_multiples_and_with_the_run(
+    every: int, last_step: int, ends: Sequence[int]
+) -> None:
+    learner = Learner(
+        keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]),
+        keras.optimizers.SGD(),
+        sparse_categorical_crossentropy,
+        {},
+        batch_size=8,
+        options=Options(log_every_steps=every, last_step=last_step),
+    )
+    found = [step + 1 for step in range(29) if learner.ends_report(tf.constant(step))]
+    assert found == list(ends)

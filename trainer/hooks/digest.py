@@ -30,7 +30,7 @@ class DigestLines(JsonLines):
 
     One for each variable of the model, by its path, and one for all states of the optimizer. Rows
     of a ShardedEmbedding are left out: how they are divided depends on the strategy. And one for
-    the gradients of each part of the batch of the last step, if this is step n * log_every_steps.
+    the gradients of each part of the batch of the last step; none if a stop ended the report.
     """
 
     def __init__(self, path: str, always: Mapping[str, Values], learner: Learner) -> None:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from strategies.metrics import Metrics
 from trainer.exit_codes import first_line
 from trainer.hooks.writers import Values, Writer
-from trainer.run_files import RunFiles, local_dir
+from trainer.run_files import NUM_STEPS, RunFiles, local_dir
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _URL, _CA_CERT, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", 
 # Kubeflow asks for one message in 5 s at most, of 256 metrics with short names and values.
 _KUBEFLOW_SECS, _MAX_METRICS, _MAX_LETTERS = 5.0, 256, 64
 _POST_SECS = 10.0
-_NOT_SENT = ("seconds", "examples")  # The status has the progress in percent.
+_NOT_SENT = ("seconds", "examples", NUM_STEPS)  # The status has the progress in percent.
 
 
 def progress_writers(

@@ -131,7 +131,7 @@ class Learner:
         self.notes: list[str] = []
         self.batch_size = batch_size
         self.virtual_replicas = options.virtual_replicas
-        self._log_every_steps = options.log_every_steps
+        self._log_every_steps, self._last_step = options.log_every_steps, options.last_step
         self.needs_seeds = bind(model)
         self._variables = variables = ModelVariables(model, options)
         self.tables, self.saved_tables = variables.tables, variables.saved_tables
@@ -177,8 +177,10 @@ class Learner:
         return type(self) is Learner and is_compiled and not self.virtual_replicas
 
     def ends_report(self, step: tf.Tensor) -> tf.Tensor:
-        """True, bool [], if the step after `step` steps is the last one of a report."""
-        return tf.equal((step + 1) % self._log_every_steps, 0)
+        """True, bool [], if step `step` + 1 is the last one of a report, or of the run."""
+        is_last = tf.equal(step + 1, self._last_step)
+        every = self._log_every_steps
+        return is_last | tf.equal((step + 1) % every, 0) if every else is_last
 
     @property
     def num_totals(self) -> int:

@@ -361,13 +361,13 @@ class Options(StepOptions):
         jit_compile: XLA compiles a replica's gradient.
         marks_changed_rows: Of tables, for checkpoints that have only these rows.
         last_step: The end of training; 0 if it is not known.
-        log_every_steps: The steps of a report.
+        log_every_steps: The steps of a report; 0 if there are no reports.
     """
 
     jit_compile: bool = False
     marks_changed_rows: bool = False
     last_step: int = 0
-    log_every_steps: int = 1
+    log_every_steps: int = 0
 
 
 def matching(name: str, pattern: str, paths: Sequence[str]) -> list[bool]:

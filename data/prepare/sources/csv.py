@@ -90,6 +90,8 @@ def source(name: str, path: str, options: Options) -> Source:
                 if label is not None:
                     label_values.add(row[label])
                 report(counts[split])
+    if empty := [split for split, count in counts.items() if not count]:
+        raise DataError(f"{files[empty[0]]} has no rows.")
     for each in lists.values():
         each.check()
     notes = [each.note for each in layouts.values()]
@@ -127,8 +129,6 @@ def source(name: str, path: str, options: Options) -> Source:
             raise DataError(
                 f"{files[split]}: --missing={DROP} leaves no row: each has a missing value. Give a "
                 "number, for example --missing=0, or remove the column."
-                if num_missing
-                else f"{files[split]} has no rows."
             )
     classes: dict[str, Classes] = {}
     if label is not None:

@@ -232,12 +232,13 @@ class WorkerLoop:
 
     def _share(self, assignment: Assignment) -> Share | None:
         """The parts of the sub-batch of `assignment`, with virtual replicas."""
-        of = len(self.lanes)
-        num_parts = self.learner.virtual_replicas // of
+        num_sub_batches = len(self.lanes)
+        num_parts = self.learner.virtual_replicas // num_sub_batches
         if not num_parts:
             return None
-        is_last = self.learner.ends_report(assignment.step)
-        return Share(assignment.sub_batch % of, of, num_parts, is_last)
+        number = assignment.sub_batch % num_sub_batches
+        ends_report = self.learner.ends_report(assignment.step)
+        return Share(number, num_sub_batches, num_parts, ends_report)
 
     def _batch(self, number: Tensor, starts: Tensor, tickets: Tensor) -> Batch:
         batch, index = number // len(self.lanes), number % len(self.lanes)
