@@ -14,7 +14,6 @@ from data.order import Order, replica_lanes
 from data.system.errors import UsageError
 from data.tfrecord.split import chunk_examples_for
 from strategies.position import Position, refuse_open_sub_batches
-from tests.commands import run_python
 from tests.unit import mixing
 from trainer.config import Config, DataConfig, num_lanes
 
@@ -192,37 +191,6 @@ def test_reading_by_windows_reads_nearly_every_record_once() -> None:
     assert len(order.reads(0, 8, read_through=3000).take) == 2
 
 
-def test_lanes_are_well_mixed() -> None:
-    order = Order((1000, 1000), 10, 50, 25, 8, seed=1, shuffle=True)
-    chunks_in_a_batch = [len(set(batch // 10)) for batch in order.records(0, 40)]
-    assert min(chunks_in_a_batch) > 25, "a batch must not be a few chunks"
-    # In a fair shuffle a record's place says nothing about the record.
-    assert abs(np.corrcoef(np.arange(2000), flat(order, 0, 40))[0, 1]) < 0.1
-
-
-@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=4), data=st.data())
-def test_two_epochs_and_two_seeds_have_different_orders(
-    lengths: list[int], data: st.DataObject
-) -> None:
-    # 24 chunks at least: that two permutations of them are equal by chance is not to be expected.
-    chunk_examples = data.draw(st.integers(1, 16))
-    lengths = [*lengths, 24 * chunk_examples]
-    lanes = data.draw(st.integers(1, 8))
-    batch_size = lanes * data.draw(st.integers(1, 4))
-    window_batches = data.draw(st.integers(1, 8))
-    seed = data.draw(st.integers(0, 2**32 - 2))
-    order = Order(
-        tuple(lengths), chunk_examples, batch_size, lanes, window_batches, seed, shuffle=True
-    )
-    n = order.num_examples
-    both = flat(order, 0, -(-2 * n // batch_size))
-    first, second = both[:n], both[n : 2 * n]
-    other = flat(dataclasses.replace(order, seed=seed + 1), 0, -(-n // batch_size))[:n]
-    for a, b in itertools.combinations((first, second, other), 2):
-        assert sorted(a) == sorted(b) == list(range(n))
-        assert np.mean(a == b) < 0.5
-
-
 @pytest.mark.parametrize("batch_size", [32, 100, 256])
 @pytest.mark.parametrize("record_bytes", [100, 838, 100_000])
 def test_default_settings_mix_nearly_as_a_uniform_shuffle(
@@ -274,12 +242,6 @@ def test_seed_of_an_example_is_the_one_the_definition_says_on_any_replica(
     assert seeds.view(np.uint32).tolist() == expected
 
 
-def test_a_record_has_another_seed_in_another_epoch_and_no_two_examples_share_one() -> None:
-    order = Order((1000,), 8, 10, 5, 3, seed=7, shuffle=True)
-    seeds = {tuple(pair) for pair in order.seeds(0, 500).reshape(-1, 2).tolist()}
-    assert len(seeds) == 5000, "five epochs of 1,000 examples"
-
-
 def test_without_shuffling_each_lane_is_in_file_order() -> None:
     order = Order((7, 5), 4, 4, 2, 2, seed=3, shuffle=False)
     assert flat(order, 0, 3).tolist() == [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
@@ -327,10 +289,3 @@ def test_more_replicas_than_lanes_are_told_to_set_lanes() -> None:
         order.records(0, 1, range(4, 6))
     with pytest.raises(ValueError, match="first_batch=-1"):
         order.records(-1, 1)
-
-
-def test_order_and_records_do_not_import_tensorflow() -> None:
-    # The launcher checks data before it starts anything, and TensorFlow takes seconds to import.
-    imports = "import sys, data.order, data.tfrecord.split, data.features"
-    code = f"{imports}; assert 'tensorflow' not in sys.modules"
-    run_python("-c", code, check=True)
