@@ -70,23 +70,20 @@ def test_signal_before_on_stop_ends_at_once(signum: signal.Signals) -> None:
 
 @pytest.mark.slow
 @EACH
-@pytest.mark.parametrize("second", STOPS, ids=lambda s: s.name)
-def test_second_signal_ends_at_once_unless_the_terminal_was_closed(
-    signum: signal.Signals, second: signal.Signals
-) -> None:
+def test_second_signal_ends_at_once_unless_the_terminal_was_closed(signum: signal.Signals) -> None:
     ended = run(f"""
         asked = threading.Event()
         with StopSignals() as signals:
             signals.on_stop(asked.set, grace_secs=60)
-            os.kill(os.getpid(), {signum:d})
+            os.kill(os.getpid(), {signal.SIGTERM:d})
             assert asked.wait(50)
             print("asked", flush=True)
             time.sleep(0.6)  # A repetition comes earlier.
-            os.kill(os.getpid(), {second:d})
-            threading.Event().wait(0.5 if {second in REPEATED} else 50)
+            os.kill(os.getpid(), {signum:d})
+            threading.Event().wait(0.5 if {signum in REPEATED} else 50)
             print("saved", flush=True)
     """)
-    is_saved = second in REPEATED
+    is_saved = signum in REPEATED
     assert ended.stdout == ("asked\nsaved\n" if is_saved else "asked\n")
     assert ended.returncode == (0 if is_saved else 75)
 
