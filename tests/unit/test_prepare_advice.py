@@ -1,12 +1,8 @@
 """What each message of data.prepare says to type works when it is typed."""
 
-import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,54 +11,10 @@ import pytest
 
 from data.system.files import DataError
 from data.tfrecord.split import open_split
-from tests.unit.test_prepare import ROOT, write_idx
+from tests.unit.prepare_command import Run, run_prepare, server
+from tests.unit.test_prepare import write_idx
 
-# Runs each command in a fork, so that the imports are paid for once.
-SERVER = """
-import json, os, sys
-from absl import app
-from data.prepare.__main__ import _main
-from data.system.flags import parse_flags
-
-for line in sys.stdin:
-    directory, sys.argv, output = json.loads(line)
-    child = os.fork()
-    if not child:
-        os.chdir(directory)
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        app.run(_main, flags_parser=parse_flags("data.prepare", {"out": "data_dir"}))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-Run = Callable[[str], tuple[int, str]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        assert process.stdin
-        process.stdin.close()
-
-
-@pytest.fixture
-def prepare(server: subprocess.Popen[str], tmp_path: Path) -> Run:
-    """A function that runs `python -m data.prepare ...`: the exit code, and what was printed."""
-
-    def run(command: str) -> tuple[int, str]:
-        output = tmp_path.parent / f"{tmp_path.name}.err"
-        argv = ["data.prepare", *shlex.split(command)]
-        assert server.stdin
-        assert server.stdout
-        print(json.dumps([str(tmp_path), argv, str(output)]), file=server.stdin, flush=True)
-        return int(server.stdout.readline()), output.read_text()
-
-    return run
+__all__ = ["run_prepare", "server"]  # Fixtures.
 
 
 class Case(NamedTuple):
@@ -285,7 +237,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.command}: {case.advice}" for case in CASES])
-def test_advice_works(case: Case, prepare: Run, tmp_path: Path) -> None:
+def test_advice_works(case: Case, run_prepare: Run, tmp_path: Path) -> None:
     for name, content in case.files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -294,14 +246,14 @@ def test_advice_works(case: Case, prepare: Run, tmp_path: Path) -> None:
             write_idx(path, np.zeros((5, 2, 2) if "idx3" in name else 5))
         if path.suffix == ".npz":
             np.savez(path, x=np.arange(60), y=np.arange(60) % 3, z=np.ones(60))
-    assert not case.before or prepare(case.before)[0] == 0
-    code, said = prepare(case.command)
+    assert not case.before or run_prepare(case.before)[0] == 0
+    code, said = run_prepare(case.command)
     assert (code, said.count("\n")) == (2, 1), said
     assert case.before or not (tmp_path / "datasets").exists()
     advice = case.advice.removeprefix("re:")
     found = re.search(advice if advice != case.advice else re.escape(advice), said)
     assert found, said
-    code, said = prepare(case.then or followed(case.command, found[0]))
+    code, said = run_prepare(case.then or followed(case.command, found[0]))
     assert code == 0, said
 
 
@@ -325,22 +277,22 @@ def followed(command: str, advice: str) -> str:
     ],
 )
 def test_files_of_splits_are_to_be_renamed(
-    command: str, files: Sequence[str], prepare: Run, tmp_path: Path
+    command: str, files: Sequence[str], run_prepare: Run, tmp_path: Path
 ) -> None:
     for name in files:
         (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "d" / name).write_bytes(b"x,y\n1,2\n")
-    code, said = prepare(f"{command} --source=d")
+    code, said = run_prepare(f"{command} --source=d")
     assert code == 2
     assert "rename" in said
     assert "--source" not in said
 
 
-def test_split_to_evaluate_is_named(prepare: Run, tmp_path: Path) -> None:
+def test_split_to_evaluate_is_named(run_prepare: Run, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     for name in ("train.csv", "Val.csv"):
         (tmp_path / "d" / name).write_text("x,y\n1,2\n")
-    code, said = prepare("csv:x --source=d")
+    code, said = run_prepare("csv:x --source=d")
     assert code == 0
     assert "There is no split test. Train with --config.data.eval_split=val." in said
     written = str(tmp_path / "datasets" / "x")
