@@ -4,6 +4,7 @@ anywhere."""
 import dataclasses
 import itertools
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from data.order import Order, replica_lanes
 from data.system.errors import UsageError
 from data.tfrecord.split import chunk_examples_for
 from strategies.position import Position, refuse_open_sub_batches
-from tests.unit import mixing
 from trainer.config import Config, DataConfig, num_lanes
 
 
@@ -191,12 +191,40 @@ def test_reading_by_windows_reads_nearly_every_record_once() -> None:
     assert len(order.reads(0, 8, read_through=3000).take) == 2
 
 
+_NEAR = 32
+
+
+class Mixing(NamedTuple):
+    """How well an epoch mixes records; in brackets: a uniform shuffle of N in batches of B."""
+
+    rank_correlation: float  # Between the places in the epoch and in the file (0).
+    neighbours_in_a_batch: float  # Neighbours in the file that share a batch ((B - 1) / (N - 1)).
+    near_another: float  # Of a batch, with another record within 32 places (64 (B - 1) / N).
+
+
+def mixing(batches: np.ndarray) -> Mixing:
+    """Of the full batches of an epoch: int64 [number of batches, B], record numbers."""
+    records = batches.reshape(-1)
+    batch_of = np.full(int(records.max()) + 1, -1)
+    batch_of[records] = np.repeat(np.arange(len(batches)), batches.shape[1])
+    read = (batch_of[1:] >= 0) & (batch_of[:-1] >= 0)
+    together = (batch_of[1:] == batch_of[:-1]) & read
+    gaps = np.diff(np.sort(batches, axis=1), prepend=-_NEAR, append=np.iinfo(np.int64).max)
+    return Mixing(
+        rank_correlation=float(np.corrcoef(np.arange(len(records)), records)[0, 1]),
+        neighbours_in_a_batch=float(together.sum() / read.sum()),
+        near_another=float(np.mean(np.minimum(gaps[:, 1:], gaps[:, :-1]) < _NEAR)),
+    )
+
+
 @pytest.mark.parametrize("batch_size", [32, 100, 256])
 @pytest.mark.parametrize("record_bytes", [100, 838, 100_000])
 def test_default_settings_mix_nearly_as_a_uniform_shuffle(
     batch_size: int, record_bytes: int
 ) -> None:
     num_examples = 60_000
+    num_batches = num_examples // batch_size
+    shuffled = np.random.default_rng(0).permutation(num_examples)
     order = Order(
         (num_examples,),
         chunk_examples_for(num_examples, num_examples * record_bytes),
@@ -206,10 +234,10 @@ def test_default_settings_mix_nearly_as_a_uniform_shuffle(
         seed=1,
         shuffle=True,
     )
-    ours = mixing.measure(order.records(0, num_examples // batch_size))
-    fair = mixing.measure(mixing.uniform(num_examples, batch_size))
+    ours = mixing(order.records(0, num_batches))
+    fair = mixing(shuffled[: num_batches * batch_size].reshape(num_batches, batch_size))
     in_file_order = dataclasses.replace(order, lanes=1, shuffle=False)
-    sorted_ = mixing.measure(in_file_order.records(0, num_examples // batch_size))
+    sorted_ = mixing(in_file_order.records(0, num_batches))
     assert sorted_.rank_correlation > 0.99
     assert sorted_.neighbours_in_a_batch > 0.96
     assert abs(fair.rank_correlation) < 0.02
@@ -218,9 +246,7 @@ def test_default_settings_mix_nearly_as_a_uniform_shuffle(
     # A lane gives a batch one record, so those of a batch are rather farther apart than by chance.
     assert ours.neighbours_in_a_batch <= fair.neighbours_in_a_batch
     assert ours.near_another <= fair.near_another + 0.01
-    few_lanes = mixing.measure(
-        dataclasses.replace(order, lanes=batch_size // 4).records(0, num_examples // batch_size)
-    )
+    few_lanes = mixing(dataclasses.replace(order, lanes=batch_size // 4).records(0, num_batches))
     if order.chunk_examples > 1:
         assert few_lanes.neighbours_in_a_batch > 2 * fair.neighbours_in_a_batch
         assert few_lanes.near_another > fair.near_another + 0.2
