@@ -229,6 +229,13 @@ def test_records_of_one_length_are_cut_as_those_of_many_are(tmp_path: Path) -> N
     assert np.array_equal(read, reader.order.records(7, 60))
 
 
+def test_evaluation_reads_files_of_another_file_system(split: records.Split) -> None:
+    reader = make_reader(records.open_split(copy_to_ram(split, "toy"), "train"), shuffle=False)
+    batches = DiskReader(reader).evaluation_batches(range(NUM_LANES))
+    labels = [label for _, y, weights in batches for label in y[weights > 0]]
+    assert sorted(map(int, labels)) == list(range(NUM_EXAMPLES))
+
+
 @pytest.mark.slow
 def test_process_that_ends_in_the_midst_of_reading_does_end(tmp_path: Path) -> None:
     # The tf.function and the iterator it takes from are a cycle, as in an executor.
