@@ -1,5 +1,6 @@
 """What each message of data.prepare says to type works when it is typed."""
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,10 @@ def function(*rows: Mapping[str, object]) -> dict[str, str | bytes]:
     return {"a.py": f"def f():\n    return {[*rows * 30]}\n"}
 
 
+def table_of(*rows: Mapping[str, object]) -> dict[str, str | bytes]:
+    return {"a.parquet": json.dumps([*rows * 30])}
+
+
 PNG = (
     b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0"
     b"\x3a\x7e\x9b\x55\0\0\0\0IEND\xaeB`\x82"
@@ -46,7 +51,9 @@ PNG = (
 CLASSES = {f"d/train/{name}/{number}.png": PNG for name in "ab" for number in range(30)}
 NUMBERS = table("x,y", "1,0", "2,1")
 PYTHON = "python:x --source=a.py:f"
-ROWS = function({"x": 1, "y": 0}, {"x": 2, "y": 1})
+PARQUET = "parquet:x --source=a.parquet"
+FUNCTION = function({"x": 1, "y": 0}, {"x": 2, "y": 1})
+ROWS = table_of({"x": 1, "y": 0}, {"x": 2, "y": 1})
 CSV = "csv:x --source=a.csv"
 IDX = {
     f"d/emnist-{kind}-{split}-{content}-ubyte": b""
@@ -152,23 +159,23 @@ CASES = [
     ),
     Case("npz:x --source=a.npz --label=Y", {"a.npz": b""}, "--label=y"),
     Case("npz:x --source=a.npz --label=z", {"a.npz": b""}, "--label out", "npz:x --source=a.npz"),
-    # Python, and Parquet, which has the same messages.
-    Case(f"{PYTHON} --label=Y", ROWS, "--label=y"),
-    Case(f"{PYTHON} --columns=X", ROWS, "--columns=x"),
+    # Parquet, and Python, which has the same messages.
+    Case(f"{PARQUET} --label=Y", ROWS, "--label=y"),
+    Case(f"{PARQUET} --columns=X", ROWS, "--columns=x"),
     Case(
-        f"{PYTHON} --split_column=X",
-        function({"x": "test", "y": 1}, {"x": "train", "y": 2}),
+        f"{PARQUET} --split_column=X",
+        table_of({"x": "test", "y": 1}, {"x": "train", "y": 2}),
         "--split_column=x",
     ),
-    Case(f"{PYTHON} --split_column=x", function({"x": "test"}), "Leave --split_column out", PYTHON),
-    Case("python:x --source=a.py:g", ROWS, "--source=FILE.py:f", PYTHON),
-    Case(f"{PYTHON} --processes=2", ROWS, "leave --processes out", PYTHON),
-    Case(f"{PYTHON} --processes=0", ROWS, "--processes=2", PYTHON),
+    Case(f"{PARQUET} --split_column=x", table_of({"x": "test"}), "Leave --split_column", PARQUET),
+    Case("python:x --source=a.py:g", FUNCTION, "--source=FILE.py:f", PYTHON),
+    Case(f"{PYTHON} --processes=2", FUNCTION, "leave --processes out", PYTHON),
+    Case(f"{PYTHON} --processes=0", FUNCTION, "--processes=2", PYTHON),
     Case(PYTHON, function({"x": 1}, {"x": None}), "--missing=drop"),
-    Case(PYTHON, function({"x": 1.5}, {"x": None}), "--missing=0"),
-    Case(f"{PYTHON} --integer=x", function({"x": "A7"}), "--text=x in", f"{PYTHON} --text=x"),
-    Case(f"{PYTHON} --label=y", function({"x": 1, "y": 0.5}, {"x": 1, "y": 1.0}), "--text=y"),
-    Case(PYTHON, function({"x": [1, 2]}, {"x": [-1]}), "--text=x"),
+    Case(PARQUET, table_of({"x": 1.5}, {"x": None}), "--missing=0"),
+    Case(f"{PARQUET} --integer=x", table_of({"x": "A7"}), "--text=x in", f"{PARQUET} --text=x"),
+    Case(f"{PARQUET} --label=y", table_of({"x": 1, "y": 0.5}, {"x": 1, "y": 1.0}), "--text=y"),
+    Case(PARQUET, table_of({"x": [1, 2]}, {"x": [-1]}), "--text=x"),
     # Folders.
     Case("folder:x --source=.", CLASSES, "--source=./d/train"),
     Case(
@@ -246,6 +253,9 @@ def test_advice_works(case: Case, run_prepare: Run, tmp_path: Path) -> None:
             write_idx(path, np.zeros((5, 2, 2) if "idx3" in name else 5))
         if path.suffix == ".npz":
             np.savez(path, x=np.arange(60), y=np.arange(60) % 3, z=np.ones(60))
+        if path.suffix == ".parquet":
+            pa, pq = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+            pq.write_table(pa.Table.from_pylist(json.loads(content)), path)
     assert not case.before or run_prepare(case.before)[0] == 0
     code, said = run_prepare(case.command)
     assert (code, said.count("\n")) == (2, 1), said
