@@ -382,17 +382,6 @@ def test_losses_added_by_a_layer_may_have_one_value_per_example(batch: Batch) ->
     np.testing.assert_allclose(sums[0], plain + added + BATCH * penalty, rtol=1e-5)
 
 
-def test_learning_rate_follows_its_schedule(batch: Batch) -> None:
-    strategy = replicas(1)
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
-    learner = make_learner(1, lambda: keras.optimizers.SGD(schedule))
-    rates = []
-    for _ in range(3):
-        rates.append(learner.learning_rate)
-        strategy.run(update_of(learner), args=(shares(strategy, batch),))
-    assert rates == [0.5, 0.5, 0.25]
-
-
 def test_examples_of_weight_zero_do_not_count_even_if_they_are_nan(batch: Batch) -> None:
     learner = make_learner(1)
     inputs, labels = batch

@@ -222,13 +222,6 @@ def test_file_that_is_cut_short_or_gone_is_an_error_of_tensorflow(
         list(numbers(DiskReader(make_reader(copied)).batches(0, range(NUM_LANES), 61)))
 
 
-def test_records_of_one_length_are_cut_as_those_of_many_are(tmp_path: Path) -> None:
-    examples = [f"{i:06d}".encode() + bytes(50) for i in range(2000)]
-    reader = make_reader(writing.write_shards(examples, str(tmp_path), "even", "train", 3, 2000))
-    read = list(numbers(DiskReader(reader).batches(7, range(NUM_LANES), 60)))
-    assert np.array_equal(read, reader.order.records(7, 60))
-
-
 def test_evaluation_reads_files_of_another_file_system(split: records.Split) -> None:
     reader = make_reader(records.open_split(copy_to_ram(split, "toy"), "train"), shuffle=False)
     batches = DiskReader(reader).evaluation_batches(range(NUM_LANES))
