@@ -87,7 +87,7 @@ def seeds_of(first_batch: int = 0, *, seed: int = 0) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=2)  # A shape is traced once for each model.
-def drawing_call(model: keras.Model) -> Callable[..., tf.Tensor]:
+def drawing_call(model: keras.Model) -> Any:
     @tf.function
     def call(inputs: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
         with drawing(seeds):
