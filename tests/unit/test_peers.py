@@ -257,8 +257,9 @@ def test_own_public_address_is_refused_and_the_danger_explained() -> None:
 
 
 def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
-    servers: Cluster, caplog: pytest.LogCaptureFixture
+    servers: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peers, "_ANSWER_SECS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         cluster = ps_cluster(address, servers.address_of(Task("ps", 0)))
