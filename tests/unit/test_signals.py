@@ -1,5 +1,6 @@
 """The first signal requests a stop, even if the main thread waits; the second ends at once."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.commands import run_python
+from trainer.api import here
+from trainer.api.here import Interrupts
 from trainer.guards.signals import StopSignals, stop_signals
 
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGXCPU, signal.SIGHUP]
@@ -210,3 +213,27 @@ def test_signals_at_the_end_of_the_context_are_not_lost() -> None:
         assert len(handled) == len(sent), (sent, handled)
     """)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_first_signal_requests_a_stop_and_does_not_print_in_the_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The handler may have interrupted a print of the main thread: Python refuses a print in it.
+    printed = threading.Event()
+    threads: list[threading.Thread] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            threads.append(threading.current_thread())
+            printed.set()
+
+    monkeypatch.setattr(here.log, "handlers", [Handler()])
+    stops: list[None] = []
+    with Interrupts() as handlers:
+        handlers.on_stop(lambda: stops.append(None), grace_secs=0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert printed.wait(60)
+        assert len(stops) == 1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert threading.main_thread() not in threads
