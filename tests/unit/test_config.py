@@ -125,6 +125,12 @@ def test_lanes_must_divide_the_batch() -> None:
         check(Config(batch_size=64, data=DataConfig(lanes=10)))
 
 
+@pytest.mark.parametrize("weights", [{-1: 2.0}, {"0": 2.0}, {0: -1.0}, {True: 2.0}, {0: "x"}])
+def test_weights_of_classes_are_of_indices(weights: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Type --config\.class_weight='\{0: 2\}'"):
+        check(Config(class_weight=weights))
+
+
 def test_recovery_from_a_nan_needs_checkpoints() -> None:
     check(Config(recover_from_nan=2))
     with pytest.raises(ConfigError, match="recover_from_nan=2 needs checkpoints"):

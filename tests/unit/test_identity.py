@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.commands import run_python
 from trainer.checkpoints.identity import Identity, differences, identity_of, refusal
 
 DENSE = ["0 float32[3, 4]", "1 float32[4]"]
@@ -93,9 +92,3 @@ def test_refusal_names_the_checkpoint_and_says_what_to_do() -> None:
     assert first == "runs/a/step-1 is of another run, which this one cannot continue:"
     assert lines == ["  seed: 1 there, 2 here", "  b"]
     assert "--model_dir" in last
-
-
-def test_identity_and_retention_do_not_import_tensorflow() -> None:
-    imports = "import sys, trainer.checkpoints.identity, trainer.checkpoints.retention"
-    code = f"{imports}; assert not {{'tensorflow', 'keras'}} & sys.modules.keys()"
-    run_python("-c", code, check=True)

@@ -1,4 +1,7 @@
-"""Keras' losses and metrics have the values of Keras on one device, on any number of replicas."""
+"""Keras' losses and metrics have the values of Keras on one device, on any number of replicas.
+
+`compute_loss` of a model is its loss, also with padded batches.
+"""
 
 from typing import Any
 
@@ -7,10 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.comparing import assert_close
 from tests.unit.replicas import replicas, updater
 from trainer.learner import Learner
-from trainer.step.keras_losses import KerasLoss
+from trainer.step.keras_losses import KerasLoss, ModelLoss
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
+from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, Options
 
 CLASSES = 4
@@ -243,8 +248,7 @@ def test_training_and_reports_equal_those_of_fit(case: dict[str, Any], num_repli
     assert set(found) == set(history)
     for name, value in found.items():
         assert value == pytest.approx(history[name][0], rel=1e-5, abs=1e-6), name
-    for ours, theirs in zip(learner.weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(np.array(ours), theirs, rtol=1e-5, atol=1e-6)
+    assert_close(learner.weights(), reference.get_weights(), rtol=1e-5)
 
 
 def test_mean_is_over_examples_whatever_the_reduction() -> None:
@@ -268,3 +272,68 @@ def test_mistakes_in_losses_are_refused() -> None:
         KerasLoss(["mse"])(both, both, ["a", "b"])
     with pytest.raises(ConfigError, match=r"parse.. returns no label of that name"):
         KerasLoss({"a": "mse", "b": "mse"})({"a": labels}, both, ["a", "b"])
+
+
+class Own(keras.Model):
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> tf.Tensor:
+        losses = sparse_categorical_crossentropy(y, y_pred)
+        if sample_weight is not None:
+            losses *= sample_weight
+        return tf.reduce_mean(losses) + sum(self.losses)
+
+
+@pytest.fixture
+def batch() -> Any:
+    random = np.random.default_rng(0)
+    images = random.normal(size=(BATCH, 3)).astype(np.float32)
+    weights = random.random(BATCH).astype(np.float32)
+    return images, random.integers(0, 5, BATCH), weights
+
+
+def learner_of(kind: type[keras.Model]) -> Learner:
+    keras.utils.set_random_seed(1)
+    x = keras.Input((3,))
+    model = kind(x, keras.layers.Dense(5, kernel_regularizer="l2")(x))
+    loss = ModelLoss(model) if kind is Own else sparse_categorical_crossentropy
+    return Learner(model, keras.optimizers.SGD(0.5), loss, {}, batch_size=BATCH)
+
+
+def trained(kind: type[keras.Model], batch: Any, num_replicas: int) -> list[np.ndarray]:
+    with replicas(num_replicas).scope():
+        learner = learner_of(kind)
+    for _ in range(3):
+        updater(learner, num_replicas)(batch)
+    return [value.copy() for value in learner.model.get_weights()]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_weights_are_those_of_the_same_loss_as_a_function(num_replicas: int, batch: Any) -> None:
+    expected = trained(keras.Model, batch, 1)
+    assert_close(trained(Own, batch, num_replicas), expected)
+
+
+@pytest.mark.parametrize("num_padded", [0, 3, BATCH])
+def test_padding_does_not_count_in_an_evaluation(num_padded: int, batch: Any) -> None:
+    learner = learner_of(Own)
+    images, labels, _ = batch
+    counts = np.ones(BATCH, np.float32)
+    counts[BATCH - num_padded :] = 0
+    images[BATCH - num_padded :] = np.inf
+    metrics = learner.to_metrics(learner.evaluate((images, labels, counts)).numpy())
+    total, count = metrics["loss"]
+    assert count == BATCH - num_padded
+    if count:
+        kept = slice(BATCH - num_padded)
+        exact = learner.model.compute_loss(
+            y=labels[kept], y_pred=learner.model(images[kept]), training=False
+        )
+        assert total / count == pytest.approx(float(exact), rel=1e-5)
+    else:
+        assert total == 0

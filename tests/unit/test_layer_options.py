@@ -19,6 +19,7 @@ ONE_WORKER_OF_PS = Use("ps", 1, Config())
 XLA = Use("mirrored", 1, Config(jit_compile=True))
 ALONE = Use("multiworker", 2, Config(local_steps=LocalStepsConfig(every=10)))
 PARTS = Use("mirrored", 1, Config(micro_batches=2))
+SAME_BITS = Use("mirrored", 1, Config(virtual_replicas=4))
 
 
 def norm(*, trainable: bool = True) -> keras.Layer:
@@ -62,12 +63,14 @@ class Counter(layers.Layer):
         (lambda: norm(trainable=False), PS, ""),
         (norm, XLA, "synchronized=True.*jit_compile"),
         (norm, ALONE, "synchronized=True.*local_steps"),
+        (norm, SAME_BITS, "synchronized=True.*virtual_replicas"),
         (layers.BatchNormalization, PS, ""),
         (spectral, MIRRORED, ""),
         (spectral, MULTIWORKER, ""),
         (spectral, ONE_WORKER_OF_PS, "assigns its kernel.*--strategy=mirrored"),
         (spectral, XLA, "assigns its kernel.*jit_compile"),
         (spectral, PARTS, "assigns its kernel.*micro_batches"),
+        (spectral, SAME_BITS, "assigns its kernel.*virtual_replicas"),
         (stateful, MIRRORED, "stateful=True.*checkpoint"),
         (lambda: layers.Bidirectional(layers.LSTM(2)), PS, ""),
         (float8, MIRRORED, "float8.*mixed_bfloat16"),

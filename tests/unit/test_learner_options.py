@@ -14,7 +14,7 @@ from strategies.position import Position
 from strategies.ps.placement import dry_run
 from tests.unit import comparing
 from tests.unit.replicas import ancestors, replicas, shares, updater
-from tests.unit.test_learner import BATCH, Batch, gradients_of
+from tests.unit.test_learner import BATCH, Batch, gradients_of, learner_of
 from tests.unit.test_learner import batch as batch
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.hooks.export import Export
@@ -50,17 +50,7 @@ def make_learner(options: Options, num_replicas: int = 1, *, momentum: float = 0
 
 def make_here(options: Options, momentum: float = 0.0) -> Learner:
     optimizer = keras.optimizers.SGD(RATE, momentum=momentum)
-    return learner_of(build_model(), optimizer, options, {"accuracy": accuracy})
-
-
-def learner_of(
-    model: keras.Model,
-    optimizer: keras.Optimizer,
-    options: Options | None = None,
-    metrics: Any = None,
-) -> Learner:
-    loss = sparse_categorical_crossentropy
-    return Learner(model, optimizer, loss, metrics or {}, batch_size=BATCH, options=options)
+    return learner_of(build_model(), optimizer, options, metrics={"accuracy": accuracy})
 
 
 def weights(learner: Learner) -> list[np.ndarray]:

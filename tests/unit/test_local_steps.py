@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -176,11 +176,8 @@ def reference(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("options", "shares"), [(OUTER, (1.0, 1.0)), (PLAIN, (1.5, 0.5))])
-def test_average_is_that_of_the_formula(
-    options: LocalStepsConfig, shares: tuple[float, float], overlap: bool, tmp_path: Path
-) -> None:
-    options = dataclasses.replace(options, overlap=overlap)
+def test_average_is_that_of_the_formula(overlap: bool, tmp_path: Path) -> None:
+    options, shares = dataclasses.replace(OUTER, overlap=overlap), (1.5, 0.5)
     training = Training(tmp_path / "data", options)
     rounds, strategy = training.executor._rounds, training.executor.strategy
     assert rounds is not None
@@ -194,8 +191,7 @@ def test_average_is_that_of_the_formula(
     assert int(training.learner.step.numpy()) == 3 * EVERY
     kept = training.learner.local_steps
     assert kept is not None
-    if options.outer_momentum:
-        assert_close((momentum.numpy() for momentum in kept.momenta), momenta)
+    assert_close((momentum.numpy() for momentum in kept.momenta), momenta)
 
 
 def test_mean_after_each_step_of_sgd_is_the_step_of_the_batch(tmp_path: Path) -> None:
@@ -271,39 +267,6 @@ def test_sums_overlap_whatever_steps_per_call_is(
     assert asked == sizes
 
 
-def test_it_is_said_if_the_run_ends_after_its_last_step() -> None:
-    for steps, said in ((300, False), (301, True)):
-        options = LocalStepsConfig(every=150)
-        recipe = Recipe(
-            "file.py", Config(train_steps=steps, local_steps=options), build_normalised_model
-        )
-        learner = build_learner(recipe)
-        check_for_strategy(
-            learner, recipe, strategy="multiworker", num_workers=2, read_dtype="float32"
-        )
-        (note,) = [note for note in learner.notes if "multiples of 150" in note]
-        assert note.endswith("multiples of 150, so this run ends at step 450") == said
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "no effect with config.log_every_steps=100: .*Type --config.log_every_steps=1500"),
-        ({"log_every_steps": 151, "checkpoint_every_steps": 0}, ""),
-        ({"log_every_steps": 300, "eval_every_steps": 150}, "no effect with config.eval_every_st"),
-    ],
-)
-def test_it_is_said_if_reports_leave_nothing_to_overlap(
-    changes: Mapping[str, Any], said: str
-) -> None:
-    options = LocalStepsConfig(every=150, overlap=True)
-    recipe = Recipe("file.py", Config(local_steps=options, **changes), build_normalised_model)
-    learner = build_learner(recipe)
-    check_for_strategy(learner, recipe, strategy="multiworker", num_workers=2, read_dtype="float32")
-    found = [note for note in learner.notes if "overlap" in note]
-    assert re.search(said, found[0]) if said else not found
-
-
 def test_after_an_error_between_two_averages_the_state_is_that_of_the_first(tmp_path: Path) -> None:
     training = Training(tmp_path / "a", OUTER, last_step=2 * EVERY + 1)
     executor, step = training.executor, training.learner.step
@@ -344,47 +307,69 @@ def test_after_a_roll_back_rounds_begin_with_the_restored_state(tmp_path: Path) 
     assert_same(again.copies()[1], training.copies()[0])
 
 
+def notes_of(strategy: str = "multiworker", **fields: Any) -> Sequence[str]:
+    """What is said about a run with these fields of the config."""
+    recipe = Recipe("file.py", Config(**fields), build_normalised_model)
+    learner = build_learner(recipe)
+    check_for_strategy(learner, recipe, strategy=strategy, num_workers=2, read_dtype="float32")
+    return learner.notes
+
+
+def test_it_is_said_if_the_run_ends_after_its_last_step() -> None:
+    for steps, said in ((300, False), (301, True)):
+        notes = notes_of(train_steps=steps, local_steps=LocalStepsConfig(every=150))
+        (note,) = [note for note in notes if "multiples of 150" in note]
+        assert note.endswith("multiples of 150, so this run ends at step 450") == said
+
+
 @pytest.mark.parametrize(
-    ("changes", "strategy", "message"),
+    ("changes", "said"),
+    [
+        ({}, "no effect with config.log_every_steps=100: .*Type --config.log_every_steps=1500"),
+        ({"log_every_steps": 151, "checkpoint_every_steps": 0}, ""),
+        ({"log_every_steps": 300, "eval_every_steps": 150}, "no effect with config.eval_every_st"),
+    ],
+)
+def test_it_is_said_if_reports_leave_nothing_to_overlap(
+    changes: Mapping[str, Any], said: str
+) -> None:
+    notes = notes_of(local_steps=LocalStepsConfig(every=150, overlap=True), **changes)
+    found = [note for note in notes if "overlap" in note]
+    assert re.search(said, found[0]) if said else not found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "message"),
     [
         (
-            {},
             "ps",
-            "Type --strategy=multiworker, or --config.local_steps.every=0 "
+            {"local_steps": OUTER},
+            "every=3.*Type --strategy=multiworker, or --config.local_steps.every=0 "
             "--config.local_steps.outer_learning_rate=1.0 --config.local_steps.outer_momentum=0.0.",
         ),
-        ({"precision": "mixed_float16"}, "mirrored", "--config.precision=mixed_bfloat16"),
+        (
+            "mirrored",
+            {"local_steps": OUTER, "precision": "mixed_float16"},
+            "every=3.*--config.precision=mixed_bfloat16",
+        ),
+        (
+            "mirrored",
+            {"local_steps": BY_TIME},
+            "every_secs=30.*unequal speed.*Type --config.local_steps.every_secs=0 "
+            "--config.local_steps.e",
+        ),
+        (
+            "ps",
+            {"local_steps": BY_TIME},
+            "every_secs=30.*Type --strategy=multiworker, or --config.local_steps.every_secs=0.",
+        ),
     ],
 )
 def test_what_cannot_train_alone_is_refused(
-    changes: Mapping[str, Any], strategy: str, message: str
+    strategy: str, fields: Mapping[str, Any], message: str
 ) -> None:
-    config = Config(local_steps=OUTER, batch_size=BATCH, **changes)
-    recipe = Recipe("file.py", config, build_normalised_model)
-    with pytest.raises(ConfigError, match=r"config\.local_steps\.every=3.*" + message):
-        check_for_strategy(
-            build_learner(recipe), recipe, strategy=strategy, num_workers=2, read_dtype="float32"
-        )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (
-            "mirrored",
-            "unequal speed.*Type --config.local_steps.every_secs=0 --config.local_steps.e",
-        ),
-        ("ps", "Type --strategy=multiworker, or --config.local_steps.every_secs=0."),
-    ],
-)
-def test_steps_by_time_are_for_multiworker(strategy: str, message: str) -> None:
-    recipe = Recipe(
-        "file.py", Config(local_steps=BY_TIME, batch_size=BATCH), build_normalised_model
-    )
-    with pytest.raises(ConfigError, match=r"config\.local_steps\.every_secs=30.*" + message):
-        check_for_strategy(
-            build_learner(recipe), recipe, strategy=strategy, num_workers=2, read_dtype="float32"
-        )
+    with pytest.raises(ConfigError, match=r"config\.local_steps\." + message):
+        notes_of(strategy, batch_size=BATCH, **fields)
 
 
 @pytest.mark.parametrize(
@@ -396,9 +381,13 @@ def test_steps_by_time_are_for_multiworker(strategy: str, message: str) -> None:
         ),
         ({"local_steps": BY_TIME, "deterministic": True}, "every_secs=0 .*=100, or leave determ"),
         ({"local_steps": LocalStepsConfig(every_secs=-1.0)}, "every_secs must be 0 or more"),
+        (
+            {"local_steps": LocalStepsConfig(outer_momentum=0.5)},
+            r"means nothing without config\.local_steps\.every",
+        ),
     ],
 )
-def test_what_does_not_fit_steps_by_time_is_refused(
+def test_fields_that_do_not_fit_each_other_are_refused(
     changes: Mapping[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -421,12 +410,6 @@ def test_a_table_is_refused() -> None:
     recipe = Recipe("file.py", Config(local_steps=OUTER), build_model_with_table)
     with pytest.raises(ConfigError, match="Use sums in each step"):
         build_learner(recipe)
-
-
-def test_a_momentum_without_local_steps_is_refused() -> None:
-    config = Config(local_steps=LocalStepsConfig(outer_momentum=0.5))
-    with pytest.raises(ConfigError, match=r"means nothing without config\.local_steps\.every"):
-        check(config)
 
 
 def test_sums_of_two_graphs_at_once_are_refused_on_several_gpus(

@@ -10,6 +10,7 @@ from tensorflow.python.client import session  # noqa: TID251
 from data.system.cores import num_cores
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, ClusterError, Task, local_cluster
+from strategies.ps import servers
 from strategies.ps.mailbox import Mailbox
 from strategies.ps.servers import (
     ask_chief_to_stop,
@@ -69,13 +70,20 @@ def test_error_of_a_server_is_raised_without_a_traceback_of_the_thread_that_clos
     assert printed == []
 
 
-def test_servers_that_did_not_receive_the_end_are_returned(cluster: Cluster) -> None:
+def test_servers_that_did_not_receive_the_end_are_returned(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_MESSAGE_SECS", 2.0)
     assert end_servers(cluster, 75) == [GONE]
     assert [Mailbox(cluster, task, "end").take() for task in (WORKER, PS)] == ["75", "75"]
 
 
-def test_chief_gets_stop_requests_but_not_those_to_an_earlier_chief(cluster: Cluster) -> None:
-    assert not ask_chief_to_stop(cluster.for_task(PS)), "there is no chief"
+def test_chief_gets_stop_requests_but_not_those_to_an_earlier_chief(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(servers, "_TAKEN_SECS", 0.5)
+        assert not ask_chief_to_stop(cluster.for_task(PS)), "there is no chief"
     Mailbox(cluster, PS, "stop").put("worker 7", 10)
     asked = threading.Event()
     names: list[str] = []

@@ -198,7 +198,8 @@ def test_own_host_can_be_reached_by_others() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_port_in_use_is_named(host: str) -> None:
+def test_port_in_use_is_named(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_ANSWER_SECS", 0.5)
     with socket.create_server((host, 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ClusterError) as caught:
@@ -256,8 +257,9 @@ def test_own_public_address_is_refused_and_the_danger_explained() -> None:
 
 
 def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
-    servers: Cluster, caplog: pytest.LogCaptureFixture
+    servers: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peers, "_ANSWER_SECS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         cluster = ps_cluster(address, servers.address_of(Task("ps", 0)))
@@ -268,11 +270,14 @@ def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
         assert "ps 0" not in caplog.text
 
 
-def test_all_answer_unless_one_is_silent_gone_or_unknown(servers: Cluster) -> None:
+def test_all_answer_unless_one_is_silent_gone_or_unknown(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert all_answer(servers)
     of_evaluator = {**servers.jobs, "evaluator": {0: f"{UNKNOWN}:1"}}
     assert all_answer(Cluster(of_evaluator, servers.task)), "it does not train"
     ps = servers.address_of(Task("ps", 0))
+    monkeypatch.setattr(peers, "_ANSWER_SECS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert not all_answer(ps_cluster(address, ps))

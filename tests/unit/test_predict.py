@@ -132,7 +132,6 @@ def test_records_and_folders_of_images_give_the_same_predictions(
     "inputs",
     [
         "keras.Input((8, 8, 1), dtype='uint8')",
-        "{'id': keras.Input((1,), dtype='int64', name='id')}",
         "{'id': keras.Input((1,), dtype='int64', name='id'),"
         "'image': keras.Input((8, 8, 1), name='image')}",
     ],

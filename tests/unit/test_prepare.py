@@ -24,7 +24,10 @@ from data.system import files
 from data.system.files import DataError
 from data.tfrecord import split as records
 from tests.commands import run_python
+from tests.unit.prepare_command import Run, run_prepare, server
 from tests.unit.test_split import contents
+
+__all__ = ["run_prepare", "server"]  # Fixtures.
 
 ROOT = Path(__file__).parents[2]
 MNIST = Path(os.environ.get("TRAINER_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
@@ -125,7 +128,8 @@ def test_digits_are_prepared_whole_stratified_and_the_same_every_time(tmp_path: 
 
 def test_idx_files_are_prepared_by_any_name(tmp_path: Path, idx_files: Path) -> None:
     out = tmp_path / "out"
-    prepare("kuzushiji", str(out), str(idx_files))
+    prepare("a-b_c.v1", str(out), str(idx_files))
+    assert (out / "a-b_c.v1-train.tfrecord-00000-of-00001").exists()
     images, labels = read_all(out, "train")
     assert np.array_equal(np.round(images * 255).reshape(-1), np.arange(600) % 256)
     assert np.array_equal(labels, np.arange(30) % 6)
@@ -142,25 +146,6 @@ def test_tfds_reads_what_is_prepared(tmp_path: Path, idx_files: Path) -> None:
     examples = list(builder.as_dataset(split="train").as_numpy_iterator())
     assert np.array_equal([example["label"] for example in examples], np.arange(30) % 6)
     assert examples[29]["image"].tobytes() == (np.arange(580, 600) % 256).astype(np.uint8).tobytes()
-
-
-def test_second_call_does_nothing_and_says_so(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    prepare("digits", str(tmp_path / "out"))
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    capfd.readouterr()
-    prepare("digits", str(tmp_path / "out"))
-    assert "already holds" in capfd.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
-
-
-def test_what_is_already_there_is_never_overwritten(tmp_path: Path, idx_files: Path) -> None:
-    prepare("kuzushiji", str(tmp_path / "out"), str(idx_files))
-    with pytest.raises(DataError, match="holds 'kuzushiji', not 'digits'"):
-        prepare("digits", str(tmp_path / "out"))
-    with pytest.raises(DataError, match="is a file"):
-        prepare("digits", str(tmp_path / "out" / "features.json"))
 
 
 STOPS_HALF_WAY = """
@@ -287,37 +272,32 @@ def test_wrong_idx_files_are_named(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["idx"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        ((), "One NAME is needed"),
-        (("digits", "mnist"), "One NAME is needed"),
-        (("unheard_of",), "--source=DIR"),
-        (("minst",), "Did you mean mnist?"),
-        (("mnist",), "train-images-idx3-ubyte.gz"),
-        (("mnist", "--source=nowhere"), "is not a directory"),
-        (("what?:x",), "Known: digits"),
-        (("rewrite",), "--data_dir=OTHER_DIR"),
-        (("folder",), "folder:NAME"),
-        (("folder:x",), "--source does not say where"),
-        (("cifar10", "--source=."), "Unpack cifar-10-binary.tar.gz and give the directory"),
-        (("svhn", "--source=."), "train_32x32.mat"),
-        (("svhn", "--label=x"), "--label=x would be ignored: svhn takes --layout"),
-        (("svhn", "--layout=what"), "image_raw"),
-        (("csv:x", "--layout=tfds"), "takes --label, --test_fraction, --seed"),
-        (("csv:x", "--source=no.csv"), "There is no --source=no.csv"),
-        (("tfds:mnist", "--seed=1"), "takes no options"),
-        (("digits", "--splits=train=a"), "--splits=train=a would be ignored"),
+        ("", "One NAME is needed"),
+        ("digits mnist", "One NAME is needed"),
+        ("unheard_of", "--source=DIR"),
+        ("mnist", "train-images-idx3-ubyte.gz"),
+        ("mnist --source=nowhere", "is not a directory"),
+        ("what?:x", "Known: digits"),
+        ("rewrite", "--data_dir=OTHER_DIR"),
+        ("cifar10 --source=.", "Unpack cifar-10-binary.tar.gz and give the directory"),
+        ("svhn --source=.", "train_32x32.mat"),
+        ("svhn --label=x", "--label=x would be ignored: svhn takes --layout"),
+        ("svhn --layout=what", "image_raw"),
+        ("csv:x --layout=tfds", "takes --label, --test_fraction, --seed"),
+        ("csv:x --source=no.csv", "There is no --source=no.csv"),
+        ("tfds:mnist --seed=1", "takes no options"),
     ],
 )
 def test_wrong_command_lines_end_with_2_and_a_hint(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
+    words: str, message: str, run_prepare: Run, tmp_path: Path
 ) -> None:
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    code, said = run_prepare(words)
+    assert code == 2
+    assert message in said
+    assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == [], "no empty datasets/ is left"
 
 
@@ -387,12 +367,6 @@ def test_name_that_is_no_directory_below_datasets_is_refused(tmp_path: Path, nam
     assert list(tmp_path.iterdir()) == []
 
 
-def test_name_may_have_punctuation_inside(tmp_path: Path, idx_files: Path) -> None:
-    prepare("a-b_c.v1", str(tmp_path / "out"), str(idx_files))
-    assert read_all(tmp_path / "out", "train")[1].tolist() == [i % 6 for i in range(30)]
-    assert (tmp_path / "out" / "a-b_c.v1-train.tfrecord-00000-of-00001").exists()
-
-
 @pytest.mark.parametrize("info", [None, "no JSON", "[]", "{}", '{"name": "other"}'])
 def test_no_message_says_to_remove_a_directory_that_the_program_did_not_write(
     tmp_path: Path, info: str | None
@@ -432,9 +406,12 @@ def test_changed_source_is_refused_and_written_again_with_overwrite(
     source.write_text("x,label\n" + "1,a\n2,b\n" * 50)
     options = Options(label="label")
     prepare("csv:a", data_dir, str(source), options)
+    paths = [files.join(data_dir, name) for name in files.names_in(data_dir)]
+    stamps = list(map(files.stamp, paths))
     prepare("csv:a", data_dir, str(source), options)
     prepare("csv:a", data_dir)  # As a run does, which does not know the source.
     assert capfd.readouterr().err.count("already holds csv:a. Add --overwrite") == 2
+    assert list(map(files.stamp, paths)) == stamps, "nothing is written again"
     assert records.open_split(data_dir, "train").num_examples < 100
 
     with pytest.raises(DataError, match=r"--seed was 0, and is now 5.* --overwrite"):
@@ -462,17 +439,19 @@ def test_new_files_in_a_source_are_noticed_and_files_of_others_are_not(
         prepare("kuzushiji", str(out), str(idx_files), Options())
 
 
-def test_overwriting_removes_no_file_that_the_program_did_not_write(tmp_path: Path) -> None:
+def test_overwriting_removes_no_file_that_the_program_did_not_write(
+    run_prepare: Run, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    assert run("digits", f"--data_dir={out}", cwd=tmp_path).returncode == 0
+    assert run_prepare("digits --data_dir=out")[0] == 0
     before = digest(out)
     (out / "thesis.txt").write_text("dear to me")
-    done = run("digits", f"--data_dir={out}", "--overwrite", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "also holds thesis.txt" in done.stderr
+    code, said = run_prepare("digits --data_dir=out --overwrite")
+    assert code == 2
+    assert "also holds thesis.txt" in said
     (out / "thesis.txt").rename(tmp_path / "thesis.txt")
     (out / "features.json").write_text("damaged")
-    assert run("digits", f"--data_dir={out}", "--overwrite", cwd=tmp_path).returncode == 0
+    assert run_prepare("digits --data_dir=out --overwrite")[0] == 0
     assert digest(out) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "thesis.txt"]
 

@@ -1,12 +1,9 @@
 """What each message of data.prepare says to type works when it is typed."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,54 +12,10 @@ import pytest
 
 from data.system.files import DataError
 from data.tfrecord.split import open_split
-from tests.unit.test_prepare import ROOT, write_idx
+from tests.unit.prepare_command import Run, run_prepare, server
+from tests.unit.test_prepare import write_idx
 
-# Runs each command in a fork, so that the imports are paid for once.
-SERVER = """
-import json, os, sys
-from absl import app
-from data.prepare.__main__ import _main
-from data.system.flags import parse_flags
-
-for line in sys.stdin:
-    directory, sys.argv, output = json.loads(line)
-    child = os.fork()
-    if not child:
-        os.chdir(directory)
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        app.run(_main, flags_parser=parse_flags("data.prepare", {"out": "data_dir"}))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-Run = Callable[[str], tuple[int, str]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        assert process.stdin
-        process.stdin.close()
-
-
-@pytest.fixture
-def prepare(server: subprocess.Popen[str], tmp_path: Path) -> Run:
-    """A function that runs `python -m data.prepare ...`: the exit code, and what was printed."""
-
-    def run(command: str) -> tuple[int, str]:
-        output = tmp_path.parent / f"{tmp_path.name}.err"
-        argv = ["data.prepare", *shlex.split(command)]
-        assert server.stdin
-        assert server.stdout
-        print(json.dumps([str(tmp_path), argv, str(output)]), file=server.stdin, flush=True)
-        return int(server.stdout.readline()), output.read_text()
-
-    return run
+__all__ = ["run_prepare", "server"]  # Fixtures.
 
 
 class Case(NamedTuple):
@@ -87,6 +40,10 @@ def function(*rows: Mapping[str, object]) -> dict[str, str | bytes]:
     return {"a.py": f"def f():\n    return {[*rows * 30]}\n"}
 
 
+def table_of(*rows: Mapping[str, object]) -> dict[str, str | bytes]:
+    return {"a.parquet": json.dumps([*rows * 30])}
+
+
 PNG = (
     b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0"
     b"\x3a\x7e\x9b\x55\0\0\0\0IEND\xaeB`\x82"
@@ -94,7 +51,9 @@ PNG = (
 CLASSES = {f"d/train/{name}/{number}.png": PNG for name in "ab" for number in range(30)}
 NUMBERS = table("x,y", "1,0", "2,1")
 PYTHON = "python:x --source=a.py:f"
-ROWS = function({"x": 1, "y": 0}, {"x": 2, "y": 1})
+PARQUET = "parquet:x --source=a.parquet"
+FUNCTION = function({"x": 1, "y": 0}, {"x": 2, "y": 1})
+ROWS = table_of({"x": 1, "y": 0}, {"x": 2, "y": 1})
 CSV = "csv:x --source=a.csv"
 IDX = {
     f"d/emnist-{kind}-{split}-{content}-ubyte": b""
@@ -200,23 +159,23 @@ CASES = [
     ),
     Case("npz:x --source=a.npz --label=Y", {"a.npz": b""}, "--label=y"),
     Case("npz:x --source=a.npz --label=z", {"a.npz": b""}, "--label out", "npz:x --source=a.npz"),
-    # Python, and Parquet, which has the same messages.
-    Case(f"{PYTHON} --label=Y", ROWS, "--label=y"),
-    Case(f"{PYTHON} --columns=X", ROWS, "--columns=x"),
+    # Parquet, and Python, which has the same messages.
+    Case(f"{PARQUET} --label=Y", ROWS, "--label=y"),
+    Case(f"{PARQUET} --columns=X", ROWS, "--columns=x"),
     Case(
-        f"{PYTHON} --split_column=X",
-        function({"x": "test", "y": 1}, {"x": "train", "y": 2}),
+        f"{PARQUET} --split_column=X",
+        table_of({"x": "test", "y": 1}, {"x": "train", "y": 2}),
         "--split_column=x",
     ),
-    Case(f"{PYTHON} --split_column=x", function({"x": "test"}), "Leave --split_column out", PYTHON),
-    Case("python:x --source=a.py:g", ROWS, "--source=FILE.py:f", PYTHON),
-    Case(f"{PYTHON} --processes=2", ROWS, "leave --processes out", PYTHON),
-    Case(f"{PYTHON} --processes=0", ROWS, "--processes=2", PYTHON),
+    Case(f"{PARQUET} --split_column=x", table_of({"x": "test"}), "Leave --split_column", PARQUET),
+    Case("python:x --source=a.py:g", FUNCTION, "--source=FILE.py:f", PYTHON),
+    Case(f"{PYTHON} --processes=2", FUNCTION, "leave --processes out", PYTHON),
+    Case(f"{PYTHON} --processes=0", FUNCTION, "--processes=2", PYTHON),
     Case(PYTHON, function({"x": 1}, {"x": None}), "--missing=drop"),
-    Case(PYTHON, function({"x": 1.5}, {"x": None}), "--missing=0"),
-    Case(f"{PYTHON} --integer=x", function({"x": "A7"}), "--text=x in", f"{PYTHON} --text=x"),
-    Case(f"{PYTHON} --label=y", function({"x": 1, "y": 0.5}, {"x": 1, "y": 1.0}), "--text=y"),
-    Case(PYTHON, function({"x": [1, 2]}, {"x": [-1]}), "--text=x"),
+    Case(PARQUET, table_of({"x": 1.5}, {"x": None}), "--missing=0"),
+    Case(f"{PARQUET} --integer=x", table_of({"x": "A7"}), "--text=x in", f"{PARQUET} --text=x"),
+    Case(f"{PARQUET} --label=y", table_of({"x": 1, "y": 0.5}, {"x": 1, "y": 1.0}), "--text=y"),
+    Case(PARQUET, table_of({"x": [1, 2]}, {"x": [-1]}), "--text=x"),
     # Folders.
     Case("folder:x --source=.", CLASSES, "--source=./d/train"),
     Case(
@@ -285,7 +244,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.command}: {case.advice}" for case in CASES])
-def test_advice_works(case: Case, prepare: Run, tmp_path: Path) -> None:
+def test_advice_works(case: Case, run_prepare: Run, tmp_path: Path) -> None:
     for name, content in case.files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -294,14 +253,17 @@ def test_advice_works(case: Case, prepare: Run, tmp_path: Path) -> None:
             write_idx(path, np.zeros((5, 2, 2) if "idx3" in name else 5))
         if path.suffix == ".npz":
             np.savez(path, x=np.arange(60), y=np.arange(60) % 3, z=np.ones(60))
-    assert not case.before or prepare(case.before)[0] == 0
-    code, said = prepare(case.command)
+        if path.suffix == ".parquet":
+            pa, pq = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+            pq.write_table(pa.Table.from_pylist(json.loads(content)), path)
+    assert not case.before or run_prepare(case.before)[0] == 0
+    code, said = run_prepare(case.command)
     assert (code, said.count("\n")) == (2, 1), said
     assert case.before or not (tmp_path / "datasets").exists()
     advice = case.advice.removeprefix("re:")
     found = re.search(advice if advice != case.advice else re.escape(advice), said)
     assert found, said
-    code, said = prepare(case.then or followed(case.command, found[0]))
+    code, said = run_prepare(case.then or followed(case.command, found[0]))
     assert code == 0, said
 
 
@@ -325,22 +287,22 @@ def followed(command: str, advice: str) -> str:
     ],
 )
 def test_files_of_splits_are_to_be_renamed(
-    command: str, files: Sequence[str], prepare: Run, tmp_path: Path
+    command: str, files: Sequence[str], run_prepare: Run, tmp_path: Path
 ) -> None:
     for name in files:
         (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "d" / name).write_bytes(b"x,y\n1,2\n")
-    code, said = prepare(f"{command} --source=d")
+    code, said = run_prepare(f"{command} --source=d")
     assert code == 2
     assert "rename" in said
     assert "--source" not in said
 
 
-def test_split_to_evaluate_is_named(prepare: Run, tmp_path: Path) -> None:
+def test_split_to_evaluate_is_named(run_prepare: Run, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     for name in ("train.csv", "Val.csv"):
         (tmp_path / "d" / name).write_text("x,y\n1,2\n")
-    code, said = prepare("csv:x --source=d")
+    code, said = run_prepare("csv:x --source=d")
     assert code == 0
     assert "There is no split test. Train with --config.data.eval_split=val." in said
     written = str(tmp_path / "datasets" / "x")

@@ -12,8 +12,11 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.prepare.sources.python import _RowFile
 from data.system.files import DataError
+from tests.commands import ROOT
+from tests.unit.prepare_command import Run, run_prepare, server
 from tests.unit.test_arrow_sources import read
-from tests.unit.test_prepare import ROOT, run
+
+__all__ = ["run_prepare", "server"]  # Fixtures.
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
 
@@ -99,12 +102,12 @@ def test_errors_of_the_function_are_one_message(body: str, message: str, tmp_pat
     ids=str,
 )
 def test_wrong_function_is_exit_code_2_and_one_line(
-    source: str, message: str, tmp_path: Path
+    source: str, message: str, run_prepare: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "f.py").write_text("def f():\n    return []\n\n\ndef two(a, b):\n    return []\n")
-    done = run("python:x", f"--source={source}", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert message in done.stderr
+    code, said = run_prepare(f"python:x --source={source}")
+    assert (code, said.count("\n")) == (2, 1), said
+    assert message in said
     assert not (tmp_path / "datasets").exists()
 
 
@@ -115,11 +118,13 @@ def test_wrong_function_is_exit_code_2_and_one_line(
         ("os.kill(os.getpid(), 9)", "exit code -9 (SIGKILL): perhaps the memory is too small."),
     ],
 )
-def test_process_of_a_function_that_ends_is_named(end: str, message: str, tmp_path: Path) -> None:
+def test_process_of_a_function_that_ends_is_named(
+    end: str, message: str, run_prepare: Run, tmp_path: Path
+) -> None:
     (tmp_path / "f.py").write_text(f"import os\n\n\ndef f():\n    {end}\n")
-    done = run("python:x", "--source=f.py:f", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert f"--source=f.py:f: its process ended with {message}" in done.stderr
+    code, said = run_prepare("python:x --source=f.py:f")
+    assert (code, said.count("\n")) == (2, 1), said
+    assert f"--source=f.py:f: its process ended with {message}" in said
     assert not (tmp_path / "datasets").exists()
 
 

@@ -1,5 +1,6 @@
 """What random layers draw is a function of seed, layer and example: of nothing else."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -85,13 +86,18 @@ def seeds_of(first_batch: int = 0, *, seed: int = 0) -> np.ndarray:
     return seeds
 
 
-def drawn(model: keras.Model, inputs: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+@functools.lru_cache(maxsize=2)  # A shape is traced once for each model.
+def drawing_call(model: keras.Model) -> Any:
     @tf.function
     def call(inputs: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
         with drawing(seeds):
             return model(inputs, training=True)
 
-    return np.array(call(tf.constant(inputs), tf.constant(seeds)))
+    return call
+
+
+def drawn(model: keras.Model, inputs: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    return np.array(drawing_call(model)(tf.constant(inputs), tf.constant(seeds)))
 
 
 @pytest.fixture
@@ -106,11 +112,14 @@ def test_bits_of_tensorflow_and_numpy_are_equal() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", BY_EXAMPLE.values(), ids=BY_EXAMPLE)
-def test_parts_of_a_batch_draw_like_the_complete_batch(
+def test_draws_depend_neither_on_the_parts_of_a_batch_nor_on_known_sizes(
     make: Callable[[], keras.layers.Layer], inputs: np.ndarray
 ) -> None:
-    model, seeds = model_of(make()), seeds_of()
+    model, seeds = model_of(make(), shape=(None, 16)), seeds_of()
     whole = drawn(model, inputs, seeds)
+    specs = tf.TensorSpec([None, None, 16]), tf.TensorSpec([None, 2], tf.int32)
+    unsized = tf.function(drawing_call(model).python_function, input_signature=specs)
+    np.testing.assert_allclose(unsized(inputs, seeds), whole, rtol=1e-5, atol=1e-6)
     cuts = ((0, 1), (1, 5), (5, BATCH))
     parts = [drawn(model, inputs[a:b], seeds[a:b]) for a, b in cuts]
     np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-5, atol=1e-6)
@@ -119,27 +128,6 @@ def test_parts_of_a_batch_draw_like_the_complete_batch(
     equal_inputs = np.repeat(inputs[:1], BATCH, axis=0)
     rows = drawn(model, equal_inputs, seeds)
     assert len({row.tobytes() for row in rows}) == BATCH, "each example has another mask"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", BY_EXAMPLE.values(), ids=BY_EXAMPLE)
-def test_sizes_unknown_while_tracing_do_not_change_draws(
-    make: Callable[[], keras.layers.Layer], inputs: np.ndarray
-) -> None:
-    model = model_of(make(), shape=(None, 16))
-
-    @tf.function(
-        input_signature=[
-            tf.TensorSpec([None, None, 16], tf.float32),
-            tf.TensorSpec([None, 2], tf.int32),
-        ]
-    )
-    def call(inputs: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-        with drawing(seeds):
-            return model(inputs, training=True)
-
-    expected = drawn(model, inputs, seeds_of())
-    np.testing.assert_allclose(call(inputs, seeds_of()), expected, rtol=1e-5, atol=1e-6)
 
 
 LARGE = (BATCH, 50, 40, 25)  # 600,000 numbers: a standard error of at most 0.0013.

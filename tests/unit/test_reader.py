@@ -99,40 +99,16 @@ def test_reading_may_begin_anywhere(reader: pipeline.Reader, first_batch: int) -
     assert np.array_equal(read, reader.order.records(first_batch, 20))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [2, 3, 8])
-def test_replicas_read_slices_of_the_same_batches(
-    reader: pipeline.Reader, num_replicas: int
-) -> None:
-    shares = []
-    for replica in range(num_replicas):
-        dataset = DiskReader(reader).batches(
-            5, order.replica_lanes(NUM_LANES, replica, num_replicas), 12
-        )
-        shares.append(np.stack(list(numbers(dataset))))
-    assert np.array_equal(np.concatenate(shares, 1), reader.order.records(5, 12))
-
-
 def test_dataset_is_endless_static_in_shape_and_starts_anew_for_each_iterator(
     reader: pipeline.Reader,
 ) -> None:
-    dataset = DiskReader(reader).batches(3, range(4))
+    dataset = DiskReader(reader).batches(3, range(3, 7))
     inputs, labels = dataset.element_spec
     assert inputs.shape == [20, 1]
     assert labels.shape == [20]
     for _ in range(2):
         read = list(numbers(dataset.take(9)))
-        assert np.array_equal(read, reader.order.records(3, 9, range(4)))
-
-
-def test_number_of_threads_does_not_change_what_is_read(split: records.Split) -> None:
-    one, eight = (dataclasses.replace(make_reader(split), num_threads=n) for n in (1, 8))
-    for a, b in zip(
-        numbers(DiskReader(one).batches(0, range(NUM_LANES), 70)),
-        numbers(DiskReader(eight).batches(0, range(NUM_LANES), 70)),
-        strict=True,
-    ):
-        assert np.array_equal(a, b)
+        assert np.array_equal(read, reader.order.records(3, 9, range(3, 7)))
 
 
 @pytest.mark.slow
@@ -246,26 +222,13 @@ def test_file_that_is_cut_short_or_gone_is_an_error_of_tensorflow(
         list(numbers(DiskReader(make_reader(copied)).batches(0, range(NUM_LANES), 61)))
 
 
-def test_records_of_one_length_are_cut_as_those_of_many_are(tmp_path: Path) -> None:
-    examples = [f"{i:06d}".encode() + bytes(50) for i in range(2000)]
-    reader = make_reader(writing.write_shards(examples, str(tmp_path), "even", "train", 3, 2000))
-    read = list(numbers(DiskReader(reader).batches(7, range(NUM_LANES), 60)))
-    assert np.array_equal(read, reader.order.records(7, 60))
-
-
-def test_files_of_another_file_system_are_read_too(split: records.Split) -> None:
-    remote = records.open_split(copy_to_ram(split, "toy"), "train")
-    assert all(shard.path.startswith("ram://") for shard in remote.shards)
-    read = list(numbers(DiskReader(make_reader(remote)).batches(3, range(4)).take(90)))
-    assert np.array_equal(read, make_reader(split).order.records(3, 90, range(4)))
-    reader = make_reader(remote, shuffle=False)
-    labels = [
-        y for _, y, w in DiskReader(reader).evaluation_batches(range(NUM_LANES)) for y in y[w > 0]
-    ]
+def test_evaluation_reads_files_of_another_file_system(split: records.Split) -> None:
+    reader = make_reader(records.open_split(copy_to_ram(split, "toy"), "train"), shuffle=False)
+    batches = DiskReader(reader).evaluation_batches(range(NUM_LANES))
+    labels = [label for _, y, weights in batches for label in y[weights > 0]]
     assert sorted(map(int, labels)) == list(range(NUM_EXAMPLES))
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_process_that_ends_in_the_midst_of_reading_does_end(tmp_path: Path) -> None:
     # The tf.function and the iterator it takes from are a cycle, as in an executor.

@@ -76,7 +76,10 @@ def test_what_another_program_sends_is_no_greeting(sent: bytes) -> None:
     assert Greeting.decoded(sent) is None
 
 
-def test_different_numbers_of_gpus_are_refused_by_all_workers() -> None:
+def test_different_numbers_of_gpus_are_refused_by_all_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_LINGER_SECS", 1.0)
     clusters = workers_at(free_ports(3))
     errors: dict[Task, str] = {}
 

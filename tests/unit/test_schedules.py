@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tests.unit.replicas import replicas, updater
 from trainer.learner import Learner
-from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ScheduleConfig
 from trainer.step.schedules import rate_factor
 
@@ -76,13 +75,3 @@ def test_rate_is_that_of_the_step_that_uses_it() -> None:
         moved.append(before - float(layer.kernel.numpy()[0, 0]))
     assert said == pytest.approx([0.25, 0.5, 0.05, 0.005], rel=1e-5)
     assert moved == pytest.approx(said, rel=1e-4)
-
-
-def test_schedule_multiplies_the_rate_of_any_optimizer() -> None:
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    schedule = ScheduleConfig(kind="cosine", end_fraction=0.5)
-    factor = rate_factor(schedule, train_steps=4, batch_size=1)
-    optimizer, loss = keras.optimizers.Adam(0.3), sparse_categorical_crossentropy
-    learner = Learner(model, optimizer, loss, {}, batch_size=1, rate_factor=factor)
-    learner.step.assign(4)
-    assert learner.learning_rate == pytest.approx(0.15)

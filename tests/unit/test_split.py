@@ -30,8 +30,8 @@ def write(directory: Path, examples: list[bytes], num_shards: int = 2) -> record
 
 
 def contents(split: records.Split) -> list[bytes]:
-    paths = [shard.path for shard in split.shards]
-    return [bytes(record.numpy()) for record in tf.data.TFRecordDataset(paths)]
+    dataset = tf.data.TFRecordDataset([shard.path for shard in split.shards])
+    return [record for batch in dataset.batch(1024).as_numpy_iterator() for record in batch]
 
 
 def flip(path: str, offset: int) -> None:
@@ -233,21 +233,13 @@ def test_unreadable_directory_says_so(tmp_path: Path) -> None:
     assert "permission denied" in message
 
 
-def test_emptied_file_is_named(tmp_path: Path) -> None:
-    write(tmp_path, EXAMPLES)
-    path = tmp_path / "toy-train.tfrecord-00001-of-00002"
-    path.write_bytes(b"")
-    message = fail(tmp_path)
-    assert str(path) in message
-    assert "has 0 bytes, and had" in message
-
-
 @pytest.mark.parametrize("opened", [records.open_split, open_good])
 @pytest.mark.parametrize("empty", [0, 1, 2])
 def test_files_that_were_written_empty_are_valid(
     opened: Callable[[str, str], records.Split], empty: int, tmp_path: Path
 ) -> None:
-    expected = write(tmp_path, EXAMPLES, num_shards=2)
+    examples = EXAMPLES[:500]
+    expected = write(tmp_path, examples, num_shards=2)
     (tmp_path / ".train.index.npz").unlink()
     names = ["toy-train.tfrecord-00000-of-00002", "toy-train.tfrecord-00001-of-00002"]
     names.insert(empty, "")
@@ -260,10 +252,10 @@ def test_files_that_were_written_empty_are_valid(
     for _ in ("reads the headers", "reads the index"):
         split = opened(str(tmp_path), "train")
         assert split.shard_lengths == expected.shard_lengths
-        assert contents(split) == EXAMPLES
+        assert contents(split) == examples
         assert verify(split) == []
     os.truncate(split.shards[1].path, 0)
-    assert "has 0 bytes, and had" in fail(tmp_path)
+    assert f"{split.shards[1].path} has 0 bytes, and had" in fail(tmp_path)
 
 
 def test_split_of_empty_files_alone_has_no_records(tmp_path: Path) -> None:

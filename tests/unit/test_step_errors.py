@@ -1,9 +1,14 @@
+"""Errors of TensorFlow in a step, which are explained: no memory, and what XLA cannot compile."""
+
+from collections.abc import Callable
+
 import pytest
 import tensorflow as tf
 
 from data.system.errors import UsageError
 from strategies.step_errors import memory_explained
 from tests.unit.toy import Toy
+from trainer.step.xla_errors import described, is_of_xla
 
 # As Keras passes it on.
 MESSAGE = """Exception encountered when calling Tile.call().
@@ -39,3 +44,34 @@ def test_lack_of_memory_in_a_step_names_what_was_used_and_what_a_replica_compute
     said = r"\(at most in use before: GPU:0 1\.5 GiB\).*micro_batches.*a replica has 8 examples"
     with pytest.raises(UsageError, match=said):
         toy.executor.run(1)
+
+
+def error_of(
+    function: Callable[[tf.Tensor], tf.Tensor], argument: str | float
+) -> tf.errors.OpError:
+    compiled = tf.function(function, jit_compile=True, autograph=False)
+    with pytest.raises(tf.errors.OpError) as raised:
+        compiled(tf.constant(argument))
+    error: tf.errors.OpError = raised.value
+    return error
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "reason"),
+    [
+        (tf.strings.length, "a", "it takes no text."),
+        (tf.strings.as_string, 1.0, "it lacks the operation AsString."),
+    ],
+)
+def test_reason_is_one_sentence(
+    function: Callable[[tf.Tensor], tf.Tensor], argument: str | float, reason: str
+) -> None:
+    error = error_of(function, argument)
+    assert is_of_xla(error)
+    assert described(error) == reason
+
+
+def test_error_of_an_operation_is_not_of_xla() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        tf.debugging.assert_equal(tf.constant(1), tf.constant(2))
+    assert not is_of_xla(raised.value)

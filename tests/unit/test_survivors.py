@@ -1,5 +1,6 @@
 """After the loss of a worker: one checkpoint of the furthest step, never over a better one."""
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -136,12 +137,16 @@ def test_worker_waits_for_the_writer_of_its_step(
     assert lock.exists()
 
 
-def test_step_of_a_writer_that_died_is_written_by_another_worker(
-    split: Split, tmp_path: Path, cluster: Cluster
+@pytest.mark.parametrize(
+    ("step", "lives"), [(4, False), (3, True)], ids=["of a dead writer", "of an earlier step"]
+)
+def test_lock_holds_no_worker_back(
+    step: int, lives: bool, split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:
     toy = trained(split, tmp_path, 4)
-    lock_of(toy, 4, "worker 2")
-    save(toy, cluster)
+    lock_of(toy, step, "worker 2")
+    with held(port_of(cluster, 2)) if lives else contextlib.nullcontext():
+        save(toy, cluster)
     assert "step-00000004" in toy.checkpoints()
 
 
@@ -157,16 +162,6 @@ def test_chief_that_is_left_writes_first(
         toy.executor.run(1)
         save(toy, cluster)
     assert "step-00000005" in toy.checkpoints()
-
-
-def test_lock_of_an_earlier_step_holds_no_worker_back(
-    split: Split, tmp_path: Path, cluster: Cluster
-) -> None:
-    toy = trained(split, tmp_path, 4)
-    lock_of(toy, 3, "worker 2")
-    with held(port_of(cluster, 2)):
-        save(toy, cluster)
-    assert "step-00000004" in toy.checkpoints()
 
 
 def test_full_disk_is_logged_and_leaves_no_lock(

@@ -84,8 +84,6 @@ def test_end_of_each_document_is_the_test_split(texts: Path) -> None:
     [
         (b"abc\0" * 99, Options(length=7), "has byte 0 at offset 359, .*Convert it to UTF-8"),
         (b"abc" * 3, Options(), "has 10 bytes, and a sequence needs 257.*Give more text"),
-        (b"abc" * 3, Options(test_fraction=2.0), "--test_fraction must be above 0"),
-        (b"abc" * 3, Options(length=0), "--length must be at least 1"),
         (b"abc" * 3, Options(label="x"), "--label=x would be ignored"),
     ],
 )

@@ -1,7 +1,6 @@
 """config.virtual_replicas: the order of sums, exact totals, digests, and what is refused."""
 
 import itertools
-import operator
 import re
 from collections.abc import Mapping, Sequence
 
@@ -13,12 +12,10 @@ import tensorflow as tf
 from data.system.errors import UsageError
 from strategies.gradients.parts import Share, gradients_of_parts, in_pairs, totals_of_parts
 from strategies.transfer import Transfer
-from trainer.config import Config
+from tests.unit.test_learner import learner_of
+from trainer.config import Config, DataConfig
 from trainer.config_checks import check, check_replicas
 from trainer.hooks.digest import digest
-from trainer.learner import Learner
-from trainer.step.layer_options import Use, check_layers
-from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, LocalStepsConfig, Options
 
 
@@ -106,7 +103,7 @@ def test_digest_of_a_part_does_not_depend_on_what_the_graph_knows_of_a_shape() -
     def in_graph(gradient: tf.Tensor) -> tf.Tensor:
         none = tf.zeros([0], tf.float64)
         *_, totals = gradients_of_parts(
-            lambda _: ([gradient], [], none), none, Share(0, 1, 1), num_dense=1
+            lambda _: ([gradient], [], none), none, Share(0, 1, 1, tf.constant(True)), num_dense=1
         )
         return totals[0]
 
@@ -162,6 +159,7 @@ REFUSED: Sequence[tuple[Mapping[str, object], int, str]] = (
     ({"virtual_replicas": 4, "micro_batches": 32}, 1, "Type --config.micro_batches=16"),
     ({"virtual_replicas": 4, "batch_size": 66}, 2, "Type --config.batch_size=68"),
     ({"virtual_replicas": 4, "eval_batch_size": 66}, 2, "Type --config.eval_batch_size=68"),
+    ({"virtual_replicas": 4, "data": DataConfig(lanes=2)}, 2, "must divide config.data.lanes"),
 )
 
 
@@ -177,16 +175,6 @@ def test_what_has_no_equal_bits_is_refused(
         check_both(Config(**fields))  # type: ignore[arg-type]
 
 
-def test_lanes_must_be_a_multiple_of_the_parts() -> None:
-    config = Config(virtual_replicas=4, batch_size=64)
-    config.data.lanes = 2
-    check(config)
-    with pytest.raises(ConfigError, match=r"must divide config.data.lanes"):
-        check_replicas(config, 2)
-    config.data.lanes = 8
-    check_replicas(config, 2)
-
-
 @pytest.mark.parametrize(
     "transfer", [Transfer(wire_dtype="bfloat16"), Transfer(read_dtype="float16")]
 )
@@ -197,37 +185,12 @@ def test_tensors_that_are_rounded_on_their_way_are_refused(transfer: Transfer) -
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [
-        keras.layers.BatchNormalization(synchronized=True),
-        keras.layers.SpectralNormalization(keras.layers.Dense(3)),
-    ],
-)
-def test_layers_that_see_more_than_a_part_are_refused(layer: keras.layers.Layer) -> None:
-    model = keras.Sequential([keras.Input((3,)), layer])
-    with pytest.raises(ConfigError, match=r"config\.virtual_replicas"):
-        check_layers(model, "model.py", Use("mirrored", 1, Config(virtual_replicas=4)))
-    check_layers(model, "model.py", Use("mirrored", 1, Config()))
-
-
-def test_tree_of_two_and_of_four_numbers_differ_from_a_chain() -> None:
-    values = [np.float32(x) for x in (1e8, 1.0, -1e8, 1.0)]
-    assert in_pairs(values.__getitem__, 4, operator.add) != sum(values)
-
-
-@pytest.mark.parametrize(
     ("every", "last_step", "ends"), [(10, 25, [10, 20, 25]), (10, 0, [10, 20]), (0, 25, [25])]
 )
 def test_reports_end_at_their_multiples_and_with_the_run(
     every: int, last_step: int, ends: Sequence[int]
 ) -> None:
-    learner = Learner(
-        keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]),
-        keras.optimizers.SGD(),
-        sparse_categorical_crossentropy,
-        {},
-        batch_size=8,
-        options=Options(log_every_steps=every, last_step=last_step),
-    )
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    learner = learner_of(model, options=Options(log_every_steps=every, last_step=last_step))
     found = [step + 1 for step in range(29) if learner.ends_report(tf.constant(step))]
     assert found == list(ends)

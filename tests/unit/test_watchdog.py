@@ -61,8 +61,8 @@ def test_stacks_begin_with_the_main_thread_also_if_there_are_more_than_100_threa
 
 def test_task_with_some_progress_continues() -> None:
     stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with Watchdog(2.0, stalls.put) as watchdog:
-        for _ in range(30):
+    with Watchdog(1.0, stalls.put) as watchdog:
+        for _ in range(15):
             watchdog.moved()
             time.sleep(0.1)
     assert stalls.empty()

@@ -186,7 +186,7 @@ def connect_to_nobody(is_released: bool) -> None:
         connect = pywrap_tfe.TFE_EnableCollectiveOps
 
         def connect_watched(*arguments: Any) -> None:
-            signal.alarm(6)  # The kernel ends the process, whatever Python does.
+            signal.alarm(4)  # The kernel ends the process, whatever Python does.
             threading.Thread(target=end).start()
             connect(*arguments)
 
