@@ -1,5 +1,6 @@
 """Tables of dynamic ids: equal rows with any number of parts and replicas, in any order of ids."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,17 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from data.system.compat.keras_state import names_from_zero
 from strategies.metrics import add_metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from strategies.ps.placement import dry_run, place
-from strategies.tables import split_into
+from tests.unit import test_embeddings
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on, updater
-from tests.unit.test_embeddings import reference_of, train_reference
+from tests.unit.test_embeddings import BATCH, CLASSES, WIDTH, reference_of, train_reference
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.warm_start import warm_start
-from trainer.embeddings import SGD, Adagrad, ShardedEmbedding
+from trainer.embeddings import SGD, Adagrad
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.initial import initial_rows
 from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
@@ -29,17 +29,14 @@ from trainer.embeddings.table import set_values
 from trainer.hooks.base import CatchUp
 from trainer.hooks.evict import evict_hooks
 from trainer.learner import Learner
-from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import WarmStartConfig
 
-BATCH, WIDTH, CLASSES = 12, 4, 5
 # Also the largest and smallest ids, and negative ones.
 NAMES = np.array([0, 1, 2, 5, 10**12, -1, -7, 2**63 - 1, -(2**63), 77, 78, 79])
 random = np.random.default_rng(1)
 IDS = NAMES[random.choice(12, (50, BATCH, 3), p=np.arange(1, 13) / 78)]
 ALL_BATCHES = [(ids, (ids % CLASSES).sum(axis=1) % CLASSES) for ids in IDS]
 BATCHES = ALL_BATCHES[:20]
-UNIFORM = keras.initializers.RandomUniform(-0.5, 0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -47,38 +44,8 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.embeddings.dynamic_part._FIRST_ROWS", 2)
 
 
-def make_learner(
-    optimizer: TableOptimizer | str = "sgd", *, parts: int = 1, replica: int = 1, **options: Any
-) -> Learner:
-    """A model with a table of `parts` parts, all of them in this process."""
-    keras.utils.set_random_seed(3)
-    with replicas(replica).scope(), split_into(parts):
-        options = {"initializer": UNIFORM, **options}
-        return make_learner_here(optimizer, **options)
-
-
-def make_learner_here(optimizer: TableOptimizer | str = "sgd", **options: Any) -> Learner:
-    step_options = options.pop("step_options", None)
-    return Learner(
-        make_model(optimizer, **options),
-        keras.optimizers.SGD(0.1),
-        sparse_categorical_crossentropy,
-        {},
-        batch_size=BATCH,
-        options=step_options,
-    )
-
-
-@names_from_zero()
-def make_model(optimizer: TableOptimizer | str = "sgd", **options: Any) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int64"),
-            ShardedEmbedding(None, WIDTH, optimizer=optimizer, name="ids", **options),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+make_model = functools.partial(test_embeddings.make_model, rows=None)
+make_learner = functools.partial(test_embeddings.make_learner, rows=None)
 
 
 def train(
@@ -122,8 +89,9 @@ ALL_LIMITS = {"admit_after": 3, "evict_after": 4, "max_rows": 6}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", [{}, ALL_LIMITS], ids=["all ids", "admission, eviction"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "limits"), [("adagrad", {}), *((name, ALL_LIMITS) for name in OPTIMIZERS)]
+)
 def test_rows_are_equal_with_any_number_of_parts_and_replicas(
     name: str, limits: dict[str, int]
 ) -> None:
@@ -363,7 +331,7 @@ def test_an_export_before_any_id_has_a_row(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_makes_no_rows() -> None:
-    learner, groups = dry_run(lambda: make_learner_here("adagrad"))
+    learner, groups = dry_run(lambda: make_learner("adagrad", replica=0))
     assert learner.model(IDS[0]).shape == (BATCH, CLASSES)
     placement = place(groups, 2)
     assert [ps for g, ps in zip(placement.groups, placement.ps, strict=True) if g.is_table] == [
