@@ -68,8 +68,13 @@ def flags_of(command: str, document: str) -> Iterator[Flag]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spelling", ["--help", "-h"])
-@pytest.mark.parametrize("command", ["trainer", "trainer.predict", "data.prepare", "data.inspect"])
+@pytest.mark.parametrize(
+    ("command", "spelling"),
+    [
+        *(("trainer", "--help"), ("trainer.predict", "-h")),
+        *(("data.prepare", "--help"), ("data.inspect", "-h")),
+    ],
+)
 def test_help_is_no_mistake(command: str, spelling: str) -> None:
     done = run_python("-m", command, "--no_such_flag", spelling)
     assert done.returncode == 0, done.stderr
