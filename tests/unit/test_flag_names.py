@@ -46,7 +46,11 @@ import_tensorflow()
 for command in sys.argv[1:]:
     if os.fork() == 0:
         sys.argv = [command, "--helpxml"]
-        runpy.run_module(command, run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(command, run_name="__main__", alter_sys=True)
+        except SystemExit:
+            sys.stdout.flush()
+            os._exit(0)  # A normal exit would first delete all that TensorFlow has made.
     os.wait()
 """
 
