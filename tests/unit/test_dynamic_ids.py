@@ -90,15 +90,19 @@ ALL_LIMITS = {"admit_after": 3, "evict_after": 4, "max_rows": 6}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "limits"), [("adagrad", {}), *((name, ALL_LIMITS) for name in OPTIMIZERS)]
+    ("name", "limits", "others"),
+    [
+        ("adagrad", {}, [(3, 1), (1, 2)]),
+        *((name, ALL_LIMITS, [(3, 2)]) for name in OPTIMIZERS),
+    ],
 )
 def test_rows_are_equal_with_any_number_of_parts_and_replicas(
-    name: str, limits: dict[str, int]
+    name: str, limits: dict[str, int], others: list[tuple[int, int]]
 ) -> None:
     options: dict[str, Any] = {"l2": 0.02, "clip_norm": 0.05, **limits}
     one = make_learner(OPTIMIZERS[name](0.1), **options)
     train(one)
-    for parts, replica in ((3, 1), (1, 2)):
+    for parts, replica in others:
         other = make_learner(OPTIMIZERS[name](0.1), parts=parts, replica=replica, **options)
         train(other, replica)
         assert_equal(one, other)
@@ -276,9 +280,9 @@ def test_many_evictions_leave_each_id_with_its_own_row() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(1, [(3, 1)]), (2, [(1, 1), (1, 2)])])
 def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
-    before: int, tmp_path: Path
+    before: int, after: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     limits = {"admit_after": 2, "evict_after": 9}
     saved = make_learner(Adagrad(0.1), parts=before, **limits)
@@ -290,7 +294,7 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
     expected = values_of(saved)
     assert {"rows", "accumulator"} < set(expected)
     train(saved, batches=BATCHES[15:])
-    for parts, replica in ((1, 1), (3, 1), (1, 2)):
+    for parts, replica in after:
         learner = make_learner(Adagrad(0.1), parts=parts, replica=replica, **limits)
         train(learner, replica, BATCHES[:3])  # What is there before must go.
         found = Checkpointer(str(tmp_path), learner, {}, keep=2).restore()

@@ -59,7 +59,7 @@ def make_learner(
     *,
     parts: int = 1,
     replica: int = 1,
-    step_options: Options | None = None,
+    step_options: Any = None,
     **options: Any,
 ) -> Learner:
     """A model with a table of `parts` parts, all of them in this process."""
