@@ -318,7 +318,7 @@ def test_ports_of_jobs_differ() -> None:
 
 # Slurm's node lists.
 
-NAMES = st.from_regex(r"[a-z][a-z-]{0,3}", fullmatch=True)
+NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,5}", fullmatch=True)
 RANGES = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=3
 )
@@ -353,21 +353,6 @@ def test_node_list_is_expanded_in_its_order(
         texts.append(text)
         expected += names
     assert expand(",".join(texts)) == expected
-
-
-@pytest.mark.parametrize(
-    ("nodes", "names"),
-    [
-        ("n[01,09-12]", ["n01", "n09", "n10", "n11", "n12"]),
-        ("login", ["login"]),
-        ("n[8-10]", ["n8", "n9", "n10"]),
-        ("n[098-101]-ib,gpu7", ["n098-ib", "n099-ib", "n100-ib", "n101-ib", "gpu7"]),
-        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
-        ("sh04-10n05", ["sh04-10n05"]),
-    ],
-)
-def test_node_lists_of_real_clusters(nodes: str, names: list[str]) -> None:
-    assert expand(nodes) == names
 
 
 @pytest.mark.parametrize(
