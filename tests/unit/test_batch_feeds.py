@@ -14,6 +14,7 @@ from data import order
 from data import reader as pipeline
 from data.disk_reader import DiskReader
 from data.tfrecord import split as records
+from tests.unit.test_augment import augment
 from tests.unit.test_reader import (
     NUM_EXAMPLES,
     NUM_LANES,
@@ -102,9 +103,6 @@ def test_parts_have_other_lanes_and_may_leave_batches_out(
 
 
 def test_seeds_and_augmented_examples_are_the_same_from_memory(split: records.Split) -> None:
-    def augment(inputs: Any, labels: Any, seeds: Any) -> tuple[Any, Any]:
-        return inputs + tf.cast(seeds[:, :1], tf.float32), labels
-
     reader = dataclasses.replace(make_reader(split), augment=augment, gives_seeds=True)
     caching = dataclasses.replace(reader, cache_bytes=CACHE_BYTES)
     read, cached = [Fed(r, 58, range(3, 7)).take(CALLS) for r in (reader, caching)]
