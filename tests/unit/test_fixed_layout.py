@@ -1,6 +1,7 @@
 """Records of one layout are cut into the values that tf.io.parse_example finds in them."""
 
 import dataclasses
+import struct
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +20,10 @@ from data.tfrecord.examples import Value, example_bytes
 from data.tfrecord.fixed_layout import Column, Layout, find_layout
 from tests.unit.test_split import flip
 
-WIDTHS = [0, 127, 128, 2**14, 2**62, 2**63 - 1, -1, -(2**63)]
-INT64 = st.integers(-(2**63), 2**63 - 1) | st.sampled_from(WIDTHS)
+INT64 = st.integers(-(2**63), 2**63 - 1)
 # Of one byte as varints, so that records are often of one length.
 SMALL = st.integers(0, 127)
-FLOAT = st.floats(width=32) | st.sampled_from([0.0, -0.0, 2.0**-149, float("inf"), 3.5])
+FLOAT = st.floats(width=32)
 KINDS: list[Literal["bytes", "int64", "float"]] = ["bytes", "int64", "float"]
 
 
@@ -239,6 +239,20 @@ def test_damaged_record_of_the_layout_is_found(tmp_path: Path, where: str) -> No
     flip(shard.path, offset + at)
     with pytest.raises(tf.errors.DataLossError):
         list(DiskReader(reader).batches(0, range(5), 10))
+
+
+def test_numbers_of_all_widths_come_out_as_they_went_in() -> None:
+    for value in (0, 127, 128, 2**14, 2**62, 2**63 - 1, -1, -(2**63)):
+        record = example_bytes({"x": [value, value]})
+        layout = find_layout(record, {"x": Column("int64", (2,))})
+        assert layout is not None
+        assert layout.slice(tf.constant(rows_of([record])))["x"].numpy().tolist() == [[value] * 2]
+    for number in (0.0, -0.0, 1e-45, float("inf"), 3.5):
+        record = example_bytes({"x": number})
+        layout = find_layout(record, {"x": Column("float")})
+        assert layout is not None
+        found = layout.slice(tf.constant(rows_of([record])))["x"].numpy()
+        assert found.tobytes() == struct.pack("<f", number)
 
 
 @given(
