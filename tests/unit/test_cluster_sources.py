@@ -455,7 +455,7 @@ for words, environment in json.load(sys.stdin):
 TF_CONFIG = json.dumps(
     {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
 )
-TWO = SLURM | {"TF_CONFIG": TF_CONFIG}
+BOTH = SLURM | {"TF_CONFIG": TF_CONFIG}
 RUN = "--strategy=multiworker --model_dir=runs/a"
 # Words, an environment, and the cluster or the error with what is logged; ... is any text.
 COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
@@ -465,9 +465,9 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
         "...cluster of Slurm job 200505, step 0: 5 worker; "
         f"this task is worker 3 at gnode20:{P + 1}\n",
     ),
-    (RUN, TWO, TF_CONFIG),
-    (f"{RUN} --cluster=slurm", TWO, '..."task": {"type": "worker", "index": 3}}...'),
-    (f"{RUN} --cluster=local", TWO, "local"),
+    (RUN, BOTH, TF_CONFIG),
+    (f"{RUN} --cluster=slurm", BOTH, '..."task": {"type": "worker", "index": 3}}...'),
+    (f"{RUN} --cluster=local", BOTH, "local"),
     (f"{RUN} --workers=4", {}, "local"),
     (
         f"{RUN} --hosts=127.0.0.1,198.51.100.1 --port=1234",
@@ -495,7 +495,9 @@ def read_lines() -> list[str]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("number", range(len(COMMAND_LINES)))
+@pytest.mark.parametrize(
+    "number", range(len(COMMAND_LINES)), ids=[words for words, _, _ in COMMAND_LINES]
+)
 def test_cluster_of_a_command_line_is_logged_unless_tf_config_or_flags_alone_describe_it(
     number: int, read_lines: list[str]
 ) -> None:
