@@ -14,7 +14,6 @@ from tests.unit.comparing import assert_same
 from tests.unit.toy import BATCH, NUM_EXAMPLES, Overshooting, Toy
 from trainer.config import Config, ConfigError, Recipe
 from trainer.hooks.callbacks import Callbacks, build_callbacks
-from trainer.hooks.evaluate import Evaluate
 from trainer.loop import train
 
 EPOCH = -(-NUM_EXAMPLES // BATCH)
@@ -46,10 +45,12 @@ class Recorded(K.Callback):
         self.calls.append("end")
 
 
-def hook_of(
-    toy: Toy, callbacks: Sequence[K.Callback], steps: int, evaluate: Evaluate | None
-) -> Callbacks:
-    return Callbacks(
+def run(
+    toy: Toy, callbacks: Sequence[K.Callback], steps: int, *, evaluates: bool = True
+) -> tuple[int, Callbacks]:
+    toy.start()
+    evaluate = toy.evaluate(every_steps=EPOCH, last_step=steps) if evaluates else None
+    hook = Callbacks(
         toy.executor,
         toy.learner,
         callbacks,
@@ -58,15 +59,7 @@ def hook_of(
         last_step=steps,
         evaluate=evaluate,
     )
-
-
-def run(
-    toy: Toy, callbacks: Sequence[K.Callback], steps: int, *, evaluates: bool = True
-) -> tuple[int, Callbacks]:
-    toy.start()
-    evaluate = toy.evaluate(every_steps=EPOCH, last_step=steps)
-    hook = hook_of(toy, callbacks, steps, evaluate if evaluates else None)
-    hooks = [evaluate, hook] if evaluates else [hook]
+    hooks = [evaluate, hook] if evaluate else [hook]
     return train(toy.executor, toy.learner, hooks, steps=steps, steps_per_call=1000), hook
 
 
@@ -126,15 +119,11 @@ def test_callback_for_epochs_does_not_make_calls_small(
 
 
 def test_wish_to_stop_completes_training(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-
     class Stop(K.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.model.stop_training = epoch == 1
 
-    toy.start()
-    hook = hook_of(toy, [Stop()], 99 * EPOCH, None)
-    step = train(toy.executor, toy.learner, [hook], steps=99 * EPOCH, steps_per_call=1000)
+    step, hook = run(Toy(split, tmp_path), [Stop()], 99 * EPOCH, evaluates=False)
     assert step == 2 * EPOCH
     assert "callback" in hook.done
 
