@@ -14,6 +14,7 @@ from data import order
 from data import reader as pipeline
 from data.disk_reader import DiskReader
 from data.tfrecord import split as records
+from tests.unit.test_augment import augment
 from tests.unit.test_reader import (
     NUM_EXAMPLES,
     NUM_LANES,
@@ -68,18 +69,16 @@ class Fed:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_batches_are_those_of_the_order_from_anywhere(
-    split: records.Split, cache_bytes: int, num_replicas: int, shuffle: bool
+    split: records.Split, cache_bytes: int, shuffle: bool
 ) -> None:
     reader = dataclasses.replace(make_reader(split, shuffle=shuffle), cache_bytes=cache_bytes)
     assert reader.caches_examples == (cache_bytes > 0)
-    for replica in range(num_replicas):
+    for replica, num_replicas, first_batch in ((0, 1, 0), (0, 3, 59), (2, 3, 1234)):
         lanes = order.replica_lanes(NUM_LANES, replica, num_replicas)
-        for first_batch in (0, 59, 1234):
-            inputs, labels = Fed(reader, first_batch, lanes).take(CALLS)
-            assert np.array_equal(labels, reader.order.records(first_batch, sum(CALLS), lanes))
-            assert np.array_equal(inputs[..., 0] * 2, labels)
+        inputs, labels = Fed(reader, first_batch, lanes).take(CALLS)
+        assert np.array_equal(labels, reader.order.records(first_batch, sum(CALLS), lanes))
+        assert np.array_equal(inputs[..., 0] * 2, labels)
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
@@ -104,9 +103,6 @@ def test_parts_have_other_lanes_and_may_leave_batches_out(
 
 
 def test_seeds_and_augmented_examples_are_the_same_from_memory(split: records.Split) -> None:
-    def augment(inputs: Any, labels: Any, seeds: Any) -> tuple[Any, Any]:
-        return inputs + tf.cast(seeds[:, :1], tf.float32), labels
-
     reader = dataclasses.replace(make_reader(split), augment=augment, gives_seeds=True)
     caching = dataclasses.replace(reader, cache_bytes=CACHE_BYTES)
     read, cached = [Fed(r, 58, range(3, 7)).take(CALLS) for r in (reader, caching)]
@@ -115,7 +111,9 @@ def test_seeds_and_augmented_examples_are_the_same_from_memory(split: records.Sp
     assert np.array_equal(cached[2], reader.order.seeds(58, sum(CALLS), range(3, 7)))
 
 
-def test_examples_are_cached_only_if_they_fit(split: records.Split, tmp_path: Path) -> None:
+def test_examples_are_cached_for_all_feeds_only_if_they_fit(
+    split: records.Split, tmp_path: Path
+) -> None:
     for cache_bytes, is_cached in ((CACHE_BYTES, True), (CACHE_BYTES - 1, False)):
         copied = copy_split(split, tmp_path / str(cache_bytes))
         reader = dataclasses.replace(make_reader(copied), cache_bytes=cache_bytes)
@@ -125,24 +123,9 @@ def test_examples_are_cached_only_if_they_fit(split: records.Split, tmp_path: Pa
             Path(shard.path).unlink()
         if is_cached:
             assert len(fed.take([200])[0]) == 200
+            other = feeds.open_feed(reader, 7, range(NUM_LANES))
+            _, labels = other.batch(other.take(1), tf.constant(0, tf.int64))
+            assert np.array_equal(labels, reader.order.records(7, 1)[0])
         else:
             with pytest.raises(tf.errors.NotFoundError):
                 fed.take([200])
-
-
-def test_files_of_another_file_system_are_fed_too(split: records.Split, cache_bytes: int) -> None:
-    remote = records.open_split(copy_to_ram(split, f"fed{cache_bytes}"), "train")
-    reader = dataclasses.replace(make_reader(remote), cache_bytes=cache_bytes)
-    _, labels = Fed(reader, 3, range(4)).take([90])
-    assert np.array_equal(labels, reader.order.records(3, 90, range(4)))
-
-
-def test_what_is_cached_is_parsed_once_for_all_feeds(split: records.Split, tmp_path: Path) -> None:
-    copied = copy_split(split, tmp_path)
-    reader = dataclasses.replace(make_reader(copied), cache_bytes=CACHE_BYTES)
-    Fed(reader, 0, range(NUM_LANES)).take([1])
-    for shard in copied.shards:
-        Path(shard.path).unlink()
-    feed = feeds.open_feed(reader, 7, range(NUM_LANES))
-    _, labels = feed.batch(feed.take(1), tf.constant(0, tf.int64))
-    assert np.array_equal(labels, reader.order.records(7, 1)[0])

@@ -28,19 +28,6 @@ def test_programs_take_turns_and_neither_is_always_first() -> None:
     assert pairs == [(2, 1), (3, 4), (6, 5)]
 
 
-def test_steady_drift_of_the_machine_cancels_in_two_rounds() -> None:
-    speed = 1.0
-
-    def at(rate: float) -> float:
-        nonlocal speed
-        speed *= 0.9
-        return rate * speed
-
-    ratios = [project / peer for project, peer in turns(lambda: at(300), lambda: at(100), 2)]
-    assert ratios[0] < 3 < ratios[1]
-    assert math.prod(ratios) == pytest.approx(9)
-
-
 def test_a_round_is_there_before_the_next_one_begins() -> None:
     order: list[str] = []
     rounds = turns(lambda: len(order), lambda: len(order), 2)

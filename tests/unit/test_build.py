@@ -29,10 +29,7 @@ def layers_of(config: Config) -> keras.Model:
 
 
 def recipe(config: Config, **functions: Any) -> Recipe:
-    parts: dict[str, Any] = dict.fromkeys(
-        ["build_optimizer", "parse", "augment", "loss", "metrics", "build_hooks"]
-    )
-    return Recipe("here.py", config, layers_of, **{**parts, **functions})
+    return Recipe("here.py", config, layers_of, **functions)
 
 
 def step(learner: Learner) -> list[float]:
@@ -73,8 +70,7 @@ def test_precision_applies_to_layers_without_a_policy(precision: str) -> None:
             [keras.Input((4,)), layers.Dense(5), layers.Dense(3, dtype="float32")]
         )
 
-    config = Config(precision=precision)
-    made = Recipe("here.py", config, own, None, None, None, None, None, None)
+    made = Recipe("here.py", Config(precision=precision), own)
     first, last = build_model(made).layers
     assert first.compute_dtype == precision.removeprefix("mixed_")
     assert first.variable_dtype == last.compute_dtype == "float32"

@@ -26,13 +26,26 @@ def script() -> str:
     return trainer("--completion=bash")
 
 
-def test_full_help_describes_each_field_of_the_config() -> None:
-    described = re.findall(r"^  --config\.([\w.]+)=.*\n    \S", trainer("--helpfull"), re.MULTILINE)
+def help_text(word: str) -> str:
+    """What `word` prints; it needs no package that takes long to import, and no config."""
+    argv = ("-X", "importtime", "-m", "trainer", "--config=not-there.py", word)
+    done = run_python(*argv, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "absl.flags" in imported
+    assert not imported & {"tensorflow", "keras", "numpy", "trainer.cli"}
+    return done.stdout
+
+
+def test_full_help_describes_each_flag_and_each_field_of_the_config() -> None:
+    text = help_text("--helpfull")
+    assert set(re.findall(r"^  --(?:\[no\])?(\w+):", text, re.MULTILINE)) >= DEFINED
+    described = re.findall(r"^  --config\.([\w.]+)=.*\n    \S", text, re.MULTILINE)
     assert described == list(flatten(Config()))
 
 
 def test_short_help_has_each_flag_once_in_groups_the_most_used_first() -> None:
-    text = trainer("--help")
+    text = help_text("--help")
+    assert "--config.batch_size" in text
     names = re.findall(r"^  --(?!config\.|helpfull)(\w+)=?", text, re.MULTILINE)
     assert names[:8] == list(MOST_USED)
     assert sorted(names) == sorted(DEFINED)

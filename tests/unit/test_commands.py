@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_python
 from trainer.guards.parent_watch import ParentWatch
 
 ALONE = {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
@@ -73,36 +72,17 @@ def test_launcher_gets_the_time_after_which_a_task_is_considered_stalled(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_launched", [True, False])
+@pytest.mark.parametrize(
+    ("is_launched", "words", "handed"),
+    [
+        (True, ("--model_dir=run", "--num_threads=3", "--stall_timeout_secs=41"), "True 41.0 3"),
+        # A value that looks like a request for help.
+        (False, ("--model_dir", "help"), "False 300.0 0"),
+    ],
+)
 def test_launched_task_does_not_repeat_the_checks_of_the_launcher(
-    is_launched: bool, tmp_path: Path
+    is_launched: bool, words: tuple[str, ...], handed: str
 ) -> None:
-    words = run_with(
-        HANDED_TO_TASK,
-        "--strategy=multiworker",
-        f"--model_dir={tmp_path}",
-        "--num_threads=3",
-        "--stall_timeout_secs=41",
-        is_launched=is_launched,
-        TF_CONFIG=json.dumps(ALONE),
-    )
-    assert words[-3:] == [str(is_launched), "41.0", "3"]
-
-
-@pytest.mark.parametrize(("word", "end"), [("--help", "="), ("--helpfull", ":")])
-def test_help_shows_all_flags_without_slow_imports(word: str, end: str) -> None:
-    ended = run_python("-X", "importtime", "-m", "trainer", "--config=not-there.py", word)
-    for name in ("--strategy", "--stall_timeout_secs"):
-        assert f"  {name}{end}" in ended.stdout
-    assert "--config.batch_size" in ended.stdout
-    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "absl.flags" in imported
-    assert not imported & {"tensorflow", "keras", "numpy", "trainer.cli"}
-
-
-@pytest.mark.slow
-def test_flag_value_that_looks_like_help_is_not_help() -> None:
-    words = run_with(
-        HANDED_TO_TASK, "--strategy=multiworker", "--model_dir", "help", TF_CONFIG=json.dumps(ALONE)
-    )
-    assert words[-3:] == ["False", "300.0", "0"]
+    argv = ("--strategy=multiworker", *words)
+    printed = run_with(HANDED_TO_TASK, *argv, is_launched=is_launched, TF_CONFIG=json.dumps(ALONE))
+    assert printed[-3:] == handed.split()

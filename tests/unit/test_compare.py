@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from trainer.checkpoints.file_checks import contents_of
 from trainer.checkpoints.marks import signed
-from trainer.compare import _first, compare
+from trainer.compare import Comparison, compare
 from trainer.config import ConfigError
 
 LINES: list[dict[str, float | str | None]] = [
@@ -41,16 +42,26 @@ def write_checkpoint(directory: Path, step: int, model: keras.Model) -> None:
     (path / "checkpoint.json").write_text(json.dumps(signed({**mark, "files": files})))
 
 
-def write_reports(directory: Path, lines: Sequence[Mapping[str, object]]) -> None:
+Lines: TypeAlias = Sequence[Mapping[str, object]]
+
+
+def write_reports(directory: Path, lines: Lines) -> None:
+    directory.mkdir(exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (directory / "metrics.jsonl").write_text(text)
+
+
+def compared(tmp_path: Path, ours: Lines, theirs: Lines) -> Comparison:
+    """Compares the runs a and b, whose reports are these."""
+    write_reports(tmp_path / "a", ours)
+    write_reports(tmp_path / "b", theirs)
+    return compare(str(tmp_path / "a"), str(tmp_path / "b"))
 
 
 def test_equal_runs_are_equal_whatever_their_speed(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
-    write_reports(tmp_path / "b", [{**line, "seconds": 7.5} for line in LINES])
-    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    found = compared(tmp_path, LINES, [{**line, "seconds": 7.5} for line in LINES])
     assert found.is_equal
     assert (found.num_reports, list(found.steps)) == (4, [10, 20, 30])
 
@@ -86,72 +97,61 @@ def test_smallest_change_of_one_variable_is_found_with_its_step_and_name(tmp_pat
 def test_parts_whose_gradients_differ_are_named_with_the_variables(
     theirs: str, kernel: str, expected: list[str], has_hint: bool, tmp_path: Path
 ) -> None:
-    def run(name: str, digests: Sequence[str], kernels: Sequence[str]) -> str:
-        (tmp_path / name).mkdir()
-        lines = [
+    def lines(digests: Sequence[str], kernels: str) -> Lines:
+        return [
             {
                 "step": 10 * number,
                 "split": "train",
                 "num_steps": 10,
-                "digests": {"kernel": kernel},
+                "digests": {"kernel": kernels[number]},
                 "part_digests": dict(zip("0123", parts, strict=True)),
             }
-            for number, (parts, kernel) in enumerate(zip(digests, kernels, strict=True))
+            for number, parts in enumerate(digests)
         ]
-        write_reports(tmp_path / name, lines)
-        return str(tmp_path / name)
 
-    found = compare(
-        run("a", ["abcd", "abcd"], ["1", "1"]), run("b", ["abcd", theirs], ["1", kernel])
-    )
+    ours, others = lines(["abcd", "abcd"], "11"), lines(["abcd", theirs], f"1{kernel}")
+    found = compared(tmp_path, ours, others)
     assert found.reports is not None
     assert [name for name, _ in found.reports.names] == expected
+    assert "equal at step 0, different at step 10:" in found.reports.describe("reports")
     assert ("log_every_steps=1" in found.reports.describe("reports")) == has_hint
 
 
 def test_means_over_other_steps_are_not_compared(tmp_path: Path) -> None:
-    for name, values in {
-        "a": {"num_steps": 10, "loss": 0.5, "loss_scale": 2.0},
-        "resumed": {"num_steps": 4, "loss": 0.4, "loss_scale": 2.0},
-        "other loss": {"num_steps": 10, "loss": 0.4, "loss_scale": 2.0},
-        "other scale": {"num_steps": 4, "loss": 0.5, "loss_scale": 1.0},
-        "earlier version": {"loss": 0.4},
-    }.items():
-        (tmp_path / name).mkdir()
-        write_reports(tmp_path / name, [{"step": 10, "split": "train", **values}])
-    found = compare(str(tmp_path / "a"), str(tmp_path / "resumed"))
-    assert (found.is_equal, found.num_other_steps) == (True, 1)
-    for name in ("other loss", "other scale", "earlier version"):
-        assert not compare(str(tmp_path / "a"), str(tmp_path / name)).is_equal
+    def report(loss: float, **values: float) -> Lines:
+        return [{"step": 10, "split": "train", "loss": loss, **values}]
+
+    ours = report(0.5, num_steps=10, loss_scale=2.0)
+    resumed = compared(tmp_path, ours, report(0.4, num_steps=4, loss_scale=2.0))
+    assert (resumed.is_equal, resumed.num_other_steps) == (True, 1)
+    assert not compared(tmp_path, ours, report(0.4, num_steps=10)).is_equal
+    assert not compared(tmp_path, ours, report(0.5, num_steps=4, loss_scale=1.0)).is_equal
+    of_earlier_version = report(0.4)
+    assert not compared(tmp_path, ours, of_earlier_version).is_equal
 
 
 def test_digests_of_parts_of_an_earlier_version_are_not_compared(tmp_path: Path) -> None:
-    for name, values in {
-        "a": {"num_steps": 10, "part_digests": {"0": "a", "1": "b"}},
-        "b": {"part_digests": {"0": "c", "1": "d"}},
-    }.items():
-        (tmp_path / name).mkdir()
-        write_reports(tmp_path / name, [{"step": 10, "split": "train", "loss": 0.5, **values}])
-    assert compare(str(tmp_path / "a"), str(tmp_path / "b")).is_equal
+    def report(digests: str, **values: int) -> Lines:
+        parts = dict(zip("01", digests, strict=True))
+        return [{"step": 10, "split": "train", "loss": 0.5, "part_digests": parts, **values}]
+
+    assert compared(tmp_path, report("ab", num_steps=10), report("cd")).is_equal
 
 
 def test_parts_of_another_number_are_not_compared(tmp_path: Path) -> None:
-    for name, parts in (("a", "abcd"), ("b", "ef")):
-        (tmp_path / name).mkdir()
+    def report(kernel: str, parts: str) -> Lines:
         digests = {str(index): part for index, part in enumerate(parts)}
-        line = {"step": 10, "split": "train", "num_steps": 10, "digests": {"kernel": name}}
-        write_reports(tmp_path / name, [{**line, "part_digests": digests}])
-    found = compare(str(tmp_path / "a"), str(tmp_path / "b")).reports
+        line = {"step": 10, "split": "train", "num_steps": 10, "digests": {"kernel": kernel}}
+        return [{**line, "part_digests": digests}]
+
+    found = compared(tmp_path, report("a", "abcd"), report("b", "ef")).reports
     assert found is not None
     assert [name for name, _ in found.names] == ["kernel"]
     assert "different at step 10, the first that was compared: kernel" in found.describe("reports")
 
 
 def test_reports_that_only_one_run_has_are_counted(tmp_path: Path) -> None:
-    for name, lines in (("a", LINES), ("b", LINES[1:3])):
-        (tmp_path / name).mkdir()
-        write_reports(tmp_path / name, lines)
-    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    found = compared(tmp_path, LINES, LINES[1:3])
     assert found.is_equal
     assert (found.num_reports, found.num_single_reports) == (2, (2, 0))
 
@@ -160,8 +160,7 @@ def test_first_different_report_is_found(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
     nan = {**LINES[2], "loss": None}  # Of the run.
-    write_reports(tmp_path / "b", [*LINES[:2], nan, *LINES[3:]])
-    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    found = compared(tmp_path, LINES, [*LINES[:2], nan, *LINES[3:]])
     assert found.variables is None
     assert found.reports is not None
     assert (found.reports.equal_step, found.reports.step) == (2, 3)
@@ -176,14 +175,3 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="nothing to compare"):
         compare(str(tmp_path / "a"), str(tmp_path / "empty"))
-
-
-def test_step_0_is_called_equal_only_if_it_was_compared() -> None:
-    def differences(step: int) -> list[tuple[str, float]]:
-        return [("dense/kernel", 0.5)] if step else []
-
-    compared, not_compared = _first([0, 100], differences), _first([100], differences)
-    assert compared
-    assert not_compared
-    assert "equal at step 0, different at step 100:" in compared.describe("variables")
-    assert "variables: different at step 100, the first that" in not_compared.describe("variables")

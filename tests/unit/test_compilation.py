@@ -112,7 +112,6 @@ def started(
     [
         ("", "", "", False, ""),
         ("", ATTENTION, "", True, ""),
-        ("jit_compile='auto'", ATTENTION, "", True, ""),
         ("jit_compile=False", ATTENTION, "", False, ""),
         ("jit_compile=True", "", "", True, ""),
         ("", ATTENTION, ONE_HOT, True, ""),

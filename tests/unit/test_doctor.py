@@ -266,7 +266,7 @@ def test_plan_has_the_time_that_it_needs_unless_there_is_a_limit(
     secs: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(*_: object) -> Json:
-        time.sleep(0.5)
+        time.sleep(0.2)
         return {"gpus": 0}
 
     monkeypatch.setattr("trainer.doctor.plan._make", make)
@@ -355,7 +355,8 @@ def test_tasks_meet_measure_each_other_and_exchange_reports() -> None:
     assert reports[0] == reports[1] == {name: {"task": name} for name in ("worker 0", "worker 1")}
 
 
-def test_what_is_found_instead_of_a_task() -> None:
+def test_what_is_found_instead_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.doctor.exchange._ANSWER_SECS", 1.0)
     own, none, closing, silent, web = free_ports(5)
     ports = {"worker": [own, none, closing, silent, web]}
     jobs = {job: {i: f"localhost:{p}" for i, p in enumerate(all)} for job, all in ports.items()}
@@ -431,11 +432,11 @@ def test_time_of_the_all_reduce_begins_anew(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "end_late", lambda: ended.put(time.monotonic()))
     doctor.end_after(1000.0)
     began = time.monotonic()
-    doctor.end_after(0.3)
-    assert ended.get(timeout=60) >= began + 0.3
-    doctor.end_after(0.5)
+    doctor.end_after(0.1)
+    assert ended.get(timeout=60) >= began + 0.1
+    doctor.end_after(0.1)
     doctor.end_after(1000.0)
     with pytest.raises(queue.Empty):
-        ended.get(timeout=1.0)
+        ended.get(timeout=0.3)
     doctor.end_after(0.0)
     ended.get(timeout=60)

@@ -1,6 +1,7 @@
 """Tables of dynamic ids: equal rows with any number of parts and replicas, in any order of ids."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +11,32 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from data.system.compat.keras_state import names_from_zero
 from strategies.metrics import add_metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from strategies.ps.placement import dry_run, place
-from strategies.tables import split_into
+from tests.unit import test_embeddings
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on, updater
-from tests.unit.test_embeddings import reference_of, train_reference
+from tests.unit.test_embeddings import BATCH, CLASSES, WIDTH, reference_of, train_reference
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.warm_start import warm_start
-from trainer.embeddings import SGD, Adagrad, ShardedEmbedding
+from trainer.embeddings import Adagrad
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.initial import initial_rows
-from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
+from trainer.embeddings.optimizers import OPTIMIZERS
 from trainer.embeddings.table import set_values
 from trainer.hooks.base import CatchUp
 from trainer.hooks.evict import evict_hooks
 from trainer.learner import Learner
-from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import WarmStartConfig
 
-BATCH, WIDTH, CLASSES = 12, 4, 5
 # Also the largest and smallest ids, and negative ones.
 NAMES = np.array([0, 1, 2, 5, 10**12, -1, -7, 2**63 - 1, -(2**63), 77, 78, 79])
 random = np.random.default_rng(1)
 IDS = NAMES[random.choice(12, (50, BATCH, 3), p=np.arange(1, 13) / 78)]
 ALL_BATCHES = [(ids, (ids % CLASSES).sum(axis=1) % CLASSES) for ids in IDS]
 BATCHES = ALL_BATCHES[:20]
-UNIFORM = keras.initializers.RandomUniform(-0.5, 0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -47,38 +44,8 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.embeddings.dynamic_part._FIRST_ROWS", 2)
 
 
-def make_learner(
-    optimizer: TableOptimizer | str = "sgd", *, parts: int = 1, replica: int = 1, **options: Any
-) -> Learner:
-    """A model with a table of `parts` parts, all of them in this process."""
-    keras.utils.set_random_seed(3)
-    with replicas(replica).scope(), split_into(parts):
-        options = {"initializer": UNIFORM, **options}
-        return make_learner_here(optimizer, **options)
-
-
-def make_learner_here(optimizer: TableOptimizer | str = "sgd", **options: Any) -> Learner:
-    step_options = options.pop("step_options", None)
-    return Learner(
-        make_model(optimizer, **options),
-        keras.optimizers.SGD(0.1),
-        sparse_categorical_crossentropy,
-        {},
-        batch_size=BATCH,
-        options=step_options,
-    )
-
-
-@names_from_zero()
-def make_model(optimizer: TableOptimizer | str = "sgd", **options: Any) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int64"),
-            ShardedEmbedding(None, WIDTH, optimizer=optimizer, name="ids", **options),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+make_model = functools.partial(test_embeddings.make_model, rows=None)
+make_learner = functools.partial(test_embeddings.make_learner, rows=None)
 
 
 def train(
@@ -122,32 +89,27 @@ ALL_LIMITS = {"admit_after": 3, "evict_after": 4, "max_rows": 6}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", [{}, ALL_LIMITS], ids=["all ids", "admission, eviction"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "limits", "others"),
+    [
+        ("adagrad", {}, [(3, 1), (1, 2)]),
+        *((name, ALL_LIMITS, [(3, 2)]) for name in OPTIMIZERS),
+    ],
+)
 def test_rows_are_equal_with_any_number_of_parts_and_replicas(
-    name: str, limits: dict[str, int]
+    name: str, limits: dict[str, int], others: list[tuple[int, int]]
 ) -> None:
     options: dict[str, Any] = {"l2": 0.02, "clip_norm": 0.05, **limits}
     one = make_learner(OPTIMIZERS[name](0.1), **options)
     train(one)
-    for parts, replica in ((3, 1), (1, 2)):
+    for parts, replica in others:
         other = make_learner(OPTIMIZERS[name](0.1), parts=parts, replica=replica, **options)
         train(other, replica)
         assert_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "of_keras"),
-    [
-        (SGD(0.3), lambda: keras.optimizers.SGD(0.3)),
-        (Adagrad(0.3), lambda: keras.optimizers.Adagrad(0.3)),
-    ],
-    ids=["sgd", "adagrad"],
-)
-def test_equals_50_steps_of_a_plain_loop_with_a_table_of_all_rows(
-    optimizer: TableOptimizer, of_keras: Callable[[], keras.Optimizer]
-) -> None:
-    learner = make_learner(optimizer, parts=2)
+def test_equals_50_steps_of_a_plain_loop_with_a_table_of_all_rows() -> None:
+    learner = make_learner(Adagrad(0.3), parts=2)
     layer = learner.model.get_layer("ids")
     reference = reference_of(len(NAMES))
     rows = initial_rows(tf.constant(NAMES), WIDTH, layer.initializer, tf.float32)
@@ -155,7 +117,7 @@ def test_equals_50_steps_of_a_plain_loop_with_a_table_of_all_rows(
     train(learner, batches=ALL_BATCHES)
     order = np.argsort(NAMES)
     places = [(order[np.searchsorted(NAMES[order], ids)], labels) for ids, labels in ALL_BATCHES]
-    train_reference(reference, of_keras(), places)
+    train_reference(reference, keras.optimizers.Adagrad(0.3), places)
     table = reference.trainable_variables[0]
     found = values_of(learner)
     np.testing.assert_array_equal(found["ids"], NAMES[order])
@@ -308,9 +270,9 @@ def test_many_evictions_leave_each_id_with_its_own_row() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(1, [(3, 1)]), (2, [(1, 1), (1, 2)])])
 def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
-    before: int, tmp_path: Path
+    before: int, after: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     limits = {"admit_after": 2, "evict_after": 9}
     saved = make_learner(Adagrad(0.1), parts=before, **limits)
@@ -322,7 +284,7 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
     expected = values_of(saved)
     assert {"rows", "accumulator"} < set(expected)
     train(saved, batches=BATCHES[15:])
-    for parts, replica in ((1, 1), (3, 1), (1, 2)):
+    for parts, replica in after:
         learner = make_learner(Adagrad(0.1), parts=parts, replica=replica, **limits)
         train(learner, replica, BATCHES[:3])  # What is there before must go.
         found = Checkpointer(str(tmp_path), learner, {}, keep=2).restore()
@@ -363,7 +325,7 @@ def test_an_export_before_any_id_has_a_row(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_makes_no_rows() -> None:
-    learner, groups = dry_run(lambda: make_learner_here("adagrad"))
+    learner, groups = dry_run(lambda: make_learner("adagrad", replica=0))
     assert learner.model(IDS[0]).shape == (BATCH, CLASSES)
     placement = place(groups, 2)
     assert [ps for g, ps in zip(placement.groups, placement.ps, strict=True) if g.is_table] == [

@@ -73,6 +73,12 @@ class Host:
         clusters = [self.policy.clusters[task] for task in tasks]
         return [(str(c.task), c.generation, c.num("worker")) for c in clusters]
 
+    def begin(self, *alive: int) -> list[tuple[str, int | None, int]]:
+        """The tasks that start after a snapshot in which the hosts `alive` are there, too."""
+        self.alive |= set(alive)
+        self.look()
+        return self.start()
+
 
 def test_task_starts_with_the_first_group_that_is_read(tmp_path: Path) -> None:
     host = Host(tmp_path)
@@ -113,8 +119,7 @@ def test_launcher_outside_the_group_starts_no_task_and_ends_when_the_run_is_done
 
 def test_tasks_stop_together_when_a_host_joins(tmp_path: Path) -> None:
     host = Host(tmp_path, 1)
-    host.look()
-    assert host.start() == [("worker 0", 1, 1)]
+    assert host.begin() == [("worker 0", 1, 1)]
     host.alive = {0, 1}
     steps = [host.look(Activity.RUNNING) for _ in range(3)]
     assert Step.STOP_TOGETHER in steps
@@ -126,9 +131,7 @@ def test_tasks_stop_together_when_a_host_joins(tmp_path: Path) -> None:
 def test_chief_of_ps_stops_when_a_host_joins_and_servers_wait_for_the_chief(tmp_path: Path) -> None:
     chief, ps = (Host(tmp_path, 0, 2, own=own, servers=PS) for own in (0, 2))
     for host, task in ((chief, "worker 0"), (ps, "ps 0")):
-        host.alive = {0, 2}
-        host.look()
-        assert host.start() == [(task, 1, 1)]
+        assert host.begin(0, 2) == [(task, 1, 1)]
         assert host.look(Activity.RUNNING) is Step.NONE
         host.alive = {0, 1, 2}
     assert Step.STOP_TOGETHER in [chief.look(Activity.RUNNING) for _ in range(3)]
@@ -146,9 +149,7 @@ def test_chief_of_ps_stops_when_a_host_joins_and_servers_wait_for_the_chief(tmp_
 def test_worker_of_ps_takes_over_from_a_lost_chief_while_the_ps_serves_on(tmp_path: Path) -> None:
     worker, ps = (Host(tmp_path, own=own, servers=PS) for own in (1, 2))
     for host, task in ((worker, "worker 1"), (ps, "ps 0")):
-        host.alive = {0, 1, 2}
-        host.look()
-        assert host.start() == [(task, 0, 2)]
+        assert host.begin(0, 1, 2) == [(task, 0, 2)]
         assert host.look(Activity.RUNNING) is Step.NONE
         host.alive = {1, 2}
     assert Step.SAVE_AND_END in [worker.look(Activity.RUNNING) for _ in range(12)]
@@ -159,9 +160,8 @@ def test_worker_of_ps_takes_over_from_a_lost_chief_while_the_ps_serves_on(tmp_pa
 
 def test_worker_of_ps_whose_launcher_ends_is_left_out_at_once(tmp_path: Path) -> None:
     host = Host(tmp_path, own=0, servers=PS, rejoin_secs=1000.0)
-    host.alive, host.records[1] = {0, 2}, HostRecord("former", 9, ALL - {1}, ended=75)
-    host.look()
-    assert host.start() == [("worker 0", 0, 2)]
+    host.records[1] = HostRecord("former", 9, ALL - {1}, ended=75)
+    assert host.begin(2) == [("worker 0", 0, 2)]
     # The record was there before: that host may start a little later than this one.
     assert {host.look(Activity.RUNNING) for _ in range(12)} == {Step.NONE}
     host.alive = {0, 1, 2}
@@ -176,9 +176,7 @@ def test_worker_of_ps_whose_launcher_ends_is_left_out_at_once(tmp_path: Path) ->
 
 def test_group_waits_for_a_lost_ps_and_min_workers_counts_workers(tmp_path: Path) -> None:
     host = Host(tmp_path, own=0, servers=PS)
-    host.alive = {0, 1, 2}
-    host.look()
-    host.start()
+    host.begin(1, 2)
     host.look(Activity.RUNNING)
     host.alive = {0, 1}
     assert {host.look(Activity.RUNNING) for _ in range(12)} == {Step.NONE}
@@ -195,8 +193,7 @@ def test_group_waits_for_a_lost_ps_and_min_workers_counts_workers(tmp_path: Path
 
 def test_task_that_died_is_started_after_its_delay_unless_the_group_changes(tmp_path: Path) -> None:
     host = Host(tmp_path)
-    host.look()
-    host.start()
+    host.begin()
     assert host.policy.on_exit(Task("worker", 1), KILLED, Activity.IDLE) is None
     assert host.look(Activity.DELAYING) is Step.NONE
     host.files.propose(Group(0, ALL), frozenset({0, 1}))
@@ -232,10 +229,8 @@ def test_end_of_a_task_that_was_asked_to_end_is_no_failure(
     tmp_path: Path,
 ) -> None:
     host = Host(tmp_path)
-    host.alive = {0, 1}
-    for _ in range(2):
-        host.look()
-    host.start()
+    host.begin(0)
+    host.look()
     if is_regrouping:
         host.files.propose(Group(0, ALL), frozenset({0, 1}))
         assert host.look(Activity.RUNNING) is Step.SAVE_AND_END
@@ -269,8 +264,7 @@ def test_limit_of_restarts_is_for_the_cause_and_only_errors_everywhere_end_all_h
     tmp_path: Path,
 ) -> None:
     host = Host(tmp_path, *members)
-    host.look()
-    assert host.start()
+    assert host.begin()
     task = Task("worker", members.index(1))
     end = TaskEnd(task, False, False, 100, exit_code, 1.0, "failure", was_overdue)
     assert host.policy.counts(end) == counts

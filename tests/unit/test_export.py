@@ -234,12 +234,6 @@ def test_names_of_layers_and_variables_are_the_same_at_each_build() -> None:
     assert [v.path for v in first.variables] == [v.path for v in second.variables]
 
 
-def test_names_outside_of_a_model_are_counted_on() -> None:
-    former = L.Dense(1).name
-    build_model(recipe_of(sequential))
-    assert L.Dense(1).name not in (former, "dense")
-
-
 @pytest.mark.parametrize(
     ("build", "said"),
     [

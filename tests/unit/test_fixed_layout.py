@@ -197,12 +197,12 @@ def test_reader_slices_records_of_one_layout_and_parses_others_with_equal_batche
         ("one-longer", [*similar[:150], longer, *similar[151:]], {"serialized"}),
     ):
         reader = reader_of(tmp_path / name, examples, parse)
-        assert set(forms(reader, 30)) == expected, name
+        assert set(forms(reader, 12)) == expected, name
         plain = dataclasses.replace(reader, parse=lambda serialized: parse(serialized))
-        assert set(forms(plain, 30)) == {"serialized"}
+        assert set(forms(plain, 12)) == {"serialized"}
         for found, wanted in zip(
-            DiskReader(reader).batches(0, range(5), 30),
-            DiskReader(plain).batches(0, range(5), 30),
+            DiskReader(reader).batches(0, range(5), 12),
+            DiskReader(plain).batches(0, range(5), 12),
             strict=True,
         ):
             for one, two in zip(found, wanted, strict=True):

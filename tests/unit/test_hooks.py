@@ -280,17 +280,17 @@ def test_tensorboard_writes_to_a_new_file_after_its_files_were_deleted(tmp_path:
     assert scalar_steps(tmp_path / "board" / "train") == [2]
 
 
-def test_damaged_variables_are_not_saved_though_the_loss_was_finite(
-    toy: Toy, tmp_path: Path
+@pytest.mark.parametrize("saves", [True, False])
+def test_damaged_variables_end_the_run_though_the_loss_was_finite_and_are_not_saved(
+    saves: bool, toy: Toy, tmp_path: Path
 ) -> None:
+    checkpointer = toy.checkpointer if saves else None
+    save = SaveCheckpoint(toy.executor, toy.learner, checkpointer, every_steps=4, last_step=4)
     metrics = toy.executor.run(4)
     assert math.isfinite(metrics["loss"][0])
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.inf))
-    save = toy.save(4)
-
     with pytest.raises(NonFiniteLossError, match=r"At step 4 .* no longer finite"):
         save.act(4)
-
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -316,15 +316,6 @@ def test_last_save_that_fails_is_tried_once_more_and_is_waited_for(
     assert len(tried) == 2
     save.end(6)
     assert toy.checkpointer.has_saved(6)
-
-
-def test_task_that_does_not_save_also_checks_its_variables(toy: Toy, tmp_path: Path) -> None:
-    save = SaveCheckpoint(toy.executor, toy.learner, None, every_steps=3, last_step=6)
-    assert run(toy, [save], 4) == 4
-    toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.inf))
-    with pytest.raises(NonFiniteLossError, match="no longer finite"):
-        run(toy, [save], 6)
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_reports_that_do_not_fit_on_the_disk_are_counted_and_leave_no_damaged_line(
