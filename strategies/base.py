@@ -18,7 +18,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,14 @@ import tensorflow as tf
 
 from data.reader import Reader
 from data.system.stopwatch import Stopwatch
-from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics, add_metrics
 from strategies.pace import CallSize, Pace
 from strategies.position import Position, Reached
 from strategies.step_errors import errors_explained
 from strategies.worker_stats import WorkerStats
+
+if TYPE_CHECKING:
+    from strategies.local_steps import LocalSteps
 
 # What changes the variables in `_run`: an argument of `Executor.changing`.
 STEPS = "steps"
@@ -49,7 +51,22 @@ _SMALLER_STEP = "Raise --config.micro_batches (the same step in less memory) or 
 
 
 class Learner(Protocol):
-    """The part of a learner that an Executor uses. Metric totals are float64 [num_totals]."""
+    """The part of a learner that an Executor uses. Metric totals are float64 [num_totals].
+
+    Attributes:
+        variables: The trainable variables: dense ones, then the parts of tables.
+        num_dense: The number of dense variables; the gradients of the others are tf.IndexedSlices.
+        step: The integer variable that counts steps.
+        local_steps: None if the gradients of each step are summed over replicas.
+        virtual_replicas: The number of parts of a batch that are computed alone; 0 if that does not
+            matter.
+    """
+
+    variables: list[tf.Variable]
+    num_dense: int
+    step: tf.Variable
+    local_steps: "LocalSteps | None"
+    virtual_replicas: int
 
     @property
     def num_totals(self) -> int:
@@ -59,23 +76,11 @@ class Learner(Protocol):
         """What summed metric totals mean. With virtual replicas, digests may follow them."""
 
     @property
-    def variables(self) -> Sequence[tf.Variable]:
-        """The trainable variables: dense ones, then the parts of tables."""
-
-    @property
     def compiles(self) -> bool:
         """True if XLA may compile all that a replica computes in a step."""
 
     def stop_compiling(self, error: tf.errors.OpError) -> bool:
         """Returns True if XLA cannot compile and is not used any more: the graph is made anew."""
-
-    @property
-    def num_dense(self) -> int:
-        """The number of dense variables; the gradients of the others are tf.IndexedSlices."""
-
-    @property
-    def step(self) -> tf.Variable:
-        """The integer variable that counts steps."""
 
     @property
     def layer_state(self) -> Sequence[tf.Variable]:
@@ -115,14 +120,6 @@ class Learner(Protocol):
 
     def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """`evaluate`, computed at `values` of `evaluation_inputs` that were read before."""
-
-    @property
-    def local_steps(self) -> LocalSteps | None:
-        """None if the gradients of each step are summed over replicas."""
-
-    @property
-    def virtual_replicas(self) -> int:
-        """The number of parts of a batch that are computed alone; 0 if that does not matter."""
 
     def ends_report(self, step: Tensor) -> Tensor:
         """True, bool [], if step `step` + 1 is the last one of a report, or of the run."""

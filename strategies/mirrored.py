@@ -6,7 +6,7 @@ The inner loop runs in one graph: n steps per call, without Python between them.
 is the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
 and cuts it into one slice per replica, so a batch has the same examples for any number of replicas.
 On GPUs, the next batch is gathered from memory and copied while a step computes. With
-`config.local_steps` each replica applies its own gradients, and local_rounds.py averages them.
+`config.local_steps` each replica applies its own gradients, and local_steps.py averages them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
 from strategies.gradients.parts import totals_of_parts
-from strategies.local_rounds import LocalRounds
+from strategies.local_steps import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
 from strategies.step_marks import StepMarks
@@ -75,7 +75,7 @@ class MirroredExecutor(Executor):
     @override
     def _prepare(self, source: Reader, position: Position) -> None:
         local = self._learner.local_steps
-        if local and local.overlaps and self._has_gpus and self.num_replicas > 1:
+        if local and local.overlap and self._has_gpus and self.num_replicas > 1:
             raise UsageError(
                 "config.local_steps.overlap is for CPUs: sums between GPUs need one order, and two "
                 "graphs that sum at the same time have none. Leave it out, or type --num_gpus=0."
@@ -204,7 +204,7 @@ class MirroredExecutor(Executor):
     def _steps_of_call(self, num_steps: int) -> int:
         if local := self._learner.local_steps:
             rounds = self._sizes_of_rounds(num_steps)
-            return sum(rounds) if local.overlaps else rounds[0]
+            return sum(rounds) if local.overlap else rounds[0]
         return super()._steps_of_call(num_steps)
 
     def _sizes_of_rounds(self, num_steps: int) -> list[int]:
