@@ -22,7 +22,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from data.system.errors import UsageError
-from strategies.tables import current_part, part_rows, split_into, without_rows
+from strategies.tables import part_rows, table_settings, tables_with
 
 Made = TypeVar("Made")
 
@@ -79,7 +79,7 @@ def dry_run(make: Callable[[], Made]) -> tuple[Made, list[Group]]:
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         variable = next_creator(**kwargs)
-        part = current_part()
+        part = table_settings().part
         shape = tuple(variable.shape) if part is None else part.shape
         num_bytes = math.prod(shape) * variable.dtype.size
         group = group_of.get(id(kwargs.get("colocate_with")))
@@ -97,7 +97,7 @@ def dry_run(make: Callable[[], Made]) -> tuple[Made, list[Group]]:
 
     # The default strategy does not pass `colocate_with` to creators; this one does.
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    with strategy.scope(), tf.variable_creator_scope(creator), without_rows():
+    with strategy.scope(), tf.variable_creator_scope(creator), tables_with(has_rows=False):
         return make(), groups
 
 
@@ -154,7 +154,7 @@ def placed(placement: Placement) -> Iterator[None]:
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         if kwargs.get("colocate_with") is not None:
             return next_creator(**kwargs)
-        if (part := current_part()) is not None:
+        if (part := table_settings().part) is not None:
             return next_creator(**{**kwargs, "colocate_with": anchors[part.number]})
         group, ps = next(planned, (None, 0))
         variable = next_creator(**{**kwargs, "colocate_with": anchors[ps]})
@@ -167,7 +167,7 @@ def placed(placement: Placement) -> Iterator[None]:
             )
         return variable
 
-    with tf.variable_creator_scope(creator), split_into(len(anchors)):
+    with tf.variable_creator_scope(creator), tables_with(num_parts=len(anchors)):
         yield
 
 
