@@ -34,6 +34,7 @@ from strategies.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
     from strategies.local_steps import LocalSteps
+    from strategies.ps.recovery import ServerRecovery
 
 # What changes the variables in `_run`: an argument of `Executor.changing`.
 STEPS = "steps"
@@ -142,36 +143,6 @@ class Peers(Protocol):
         """
 
 
-class Recovery(Protocol):
-    """The state of a run on servers, which stay when the chief dies, for the next chief."""
-
-    def take_over(
-        self, variables: Sequence[tf.Variable], identity: str, after_step: int
-    ) -> Reached | None:
-        """Sets `variables` to the last complete step of a chief that has died.
-
-        If a server was lost, sets them to the last copy for standby. Returns None, and changes no
-        variable, if the servers have no state of the run `identity`, none of a complete step, or
-        none of a step after `after_step`. Called before `start`.
-        """
-
-    def publish(
-        self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
-    ) -> None:
-        """Lets the next chief of this run take `variables` over if this process dies.
-
-        `variables` are all that a checkpoint has; if there are none, nothing is published.
-        `identity` is the same in each process of a run. With `has_standby`, `copy_to_standby` will
-        be called. Called once, after `start`.
-        """
-
-    def copy_to_standby(self) -> None:
-        """Copies the state to other servers, for `take_over` after the loss of a server."""
-
-    def end_servers(self) -> None:
-        """Ends the servers after an error: there is nothing that a next chief could continue."""
-
-
 class Executor(abc.ABC):
     """Runs a learner's steps on one strategy's devices.
 
@@ -200,7 +171,7 @@ class Executor(abc.ABC):
     is_chief: bool = True
     io_device: str | None = None
     peers: Peers | None = None
-    recovery: Recovery | None = None
+    recovery: "ServerRecovery | None" = None
     placement: str = ""
     _learner: Learner
     _evaluation: Reader

@@ -43,7 +43,7 @@ StoreProgress: TypeAlias = Callable[
 
 
 class ServerRecovery:
-    """Publishes the state of this chief; finds the state of the former one."""
+    """The state of a run on servers, which stay when the chief dies, for the next chief."""
 
     def __init__(
         self, cluster: Cluster, store_progress: StoreProgress, reached: Callable[[], Reached]
@@ -68,7 +68,12 @@ class ServerRecovery:
     def take_over(
         self, variables: Sequence[tf.Variable], identity: str, after_step: int
     ) -> Reached | None:
-        """See strategies.base.Recovery."""
+        """Sets `variables` to the last complete step of a chief that has died.
+
+        If a server was lost, sets them to the last copy for standby. Returns None, and changes no
+        variable, if the servers have no state of the run `identity`, none of a complete step, or
+        none of a step after `after_step`. Called before `start`.
+        """
         with losses_explained():
             former = self._former = self._published.find()
             if former is None or not variables:
@@ -98,7 +103,12 @@ class ServerRecovery:
     def publish(
         self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
     ) -> None:
-        """See strategies.base.Recovery."""
+        """Lets the next chief of this run take `variables` over if this process dies.
+
+        `variables` are all that a checkpoint has; if there are none, nothing is published.
+        `identity` is the same in each process of a run. With `has_standby`, `copy_to_standby` will
+        be called. Called once, after `start`.
+        """
         places = {variable.device for variable in variables}
         if not places or not places.issubset(self._published.devices):
             return
@@ -130,7 +140,7 @@ class ServerRecovery:
             self._publish()
 
     def copy_to_standby(self) -> None:
-        """See strategies.base.Recovery."""
+        """Copies the state to other servers, for `take_over` after the loss of a server."""
         if self._saved:
             with losses_explained():
                 self._standby.copy(self._reached())
@@ -159,10 +169,14 @@ def settled_values(former: FormerState) -> tuple[Reached, list[tf.Tensor]] | Non
     step, if a server was lost, or if something has changed while the values were read.
     """
     reached = settled(former)
-    values = None if reached is None else former_values(former, reached.step)
-    if reached is None or values is None or read_once(former) != reached:
+    if reached is None:
         return None
-    return reached, values
+    # They share memory with the variables until these change.
+    if former.facts["kind"] == "synchronous":
+        values = values_at(former, reached.step)
+    else:
+        values = [variable.value() for variable in former.saved]
+    return None if values is None or read_once(former) != reached else (reached, values)
 
 
 def settled(former: FormerState) -> Reached | None:
@@ -181,16 +195,6 @@ def settled(former: FormerState) -> Reached | None:
 def read_once(former: FormerState) -> Reached | None:
     """How far the run of `former` has come; None if it is in the middle of a step."""
     return _READERS[former.facts["kind"]](former) if former.has_all_variables else None
-
-
-def former_values(former: FormerState, step: int) -> list[tf.Tensor] | None:
-    """The values of the saved variables, on their servers; None if a server has not kept them.
-
-    They share memory with the variables until these change.
-    """
-    if former.facts["kind"] == "synchronous":
-        return values_at(former, step)
-    return [variable.value() for variable in former.saved]
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
