@@ -4,6 +4,10 @@
     found = recovery.take_over(variables, identity, after_step=0)   # of a former chief, or None
     recovery.publish(variables, identity)           # from now on the next chief finds these
 
+Each ps has two lists (named_tensors.py): the handles of its variables, and a record, which is JSON
+and says which variable is which. The record is the same on each ps, so it is found if any ps is
+left.
+
 A server learns of the death of a chief when its connections are closed, and then cancels the
 chief's graphs. If the host of the chief is silent, its graphs continue to the end of a call. So the
 next chief waits until nothing changes any more (`settled`).
@@ -21,8 +25,9 @@ from strategies.cluster.tf_config import Cluster
 from strategies.lost_peers import losses_explained
 from strategies.position import Reached
 from strategies.ps.former_rounds import read_rounds, values_at
-from strategies.ps.former_state import FormerState, PublishedState
+from strategies.ps.former_state import FormerState, FormerVariable, ps_device
 from strategies.ps.former_tickets import read_tickets
+from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.servers import end_servers
 from strategies.ps.standby import Standby
 
@@ -53,8 +58,10 @@ class ServerRecovery:
         `reached` returns how far the run has come, when no step is in flight.
         """
         self._cluster, self._store_progress, self._reached = cluster, store_progress, reached
-        self._published = PublishedState(cluster)
-        self._standby = Standby(self._published.devices)
+        self._devices = [ps_device(index) for index in sorted(cluster.jobs["ps"])]
+        self._handles = [NamedTensors(device, "variables") for device in self._devices]
+        self._records = [NamedTensors(device, "record") for device in self._devices]
+        self._standby = Standby(self._devices)
         # The arguments of `publish`; before it, there are none.
         self._saved: Sequence[tf.Variable] = ()
         self._identity = ""
@@ -75,7 +82,7 @@ class ServerRecovery:
         none of a step after `after_step`. Called before `start`.
         """
         with losses_explained():
-            former = self._former = self._published.find()
+            former = self._former = self._find()
             if former is None or not variables:
                 return None
             if former.facts["identity"] != identity:
@@ -110,7 +117,7 @@ class ServerRecovery:
         be called. Called once, after `start`.
         """
         places = {variable.device for variable in variables}
-        if not places or not places.issubset(self._published.devices):
+        if not places or not places.issubset(self._devices):
             return
         self._saved, self._identity = variables, identity
         with losses_explained():
@@ -127,12 +134,46 @@ class ServerRecovery:
     def _publish(self) -> None:
         own, facts = self._store_progress(self._saved)
         facts |= {"identity": self._identity, "num_saved": len(self._saved)}
-        self._published.publish([*self._saved, *own], facts)
+        variables = [*self._saved, *own]
+        self._withdraw()
+        for stored in self._handles:
+            here = [v.handle for v in variables if v.device == stored.device]
+            stored.store([tf.constant(len(here)), *here])
+        places = [self._devices.index(variable.device) for variable in variables]
+        dtypes = [variable.dtype.name for variable in variables]
+        record = {"facts": facts, "places": places, "dtypes": dtypes, "ps": len(self._devices)}
+        for stored in self._records:
+            stored.store_json(record)
+
+    def _withdraw(self) -> None:
+        """Removes the records: a chief that comes now finds no state."""
+        for stored in self._records:
+            stored.clear()
+
+    def _find(self) -> FormerState | None:
+        """The state that was published; None if there is none.
+
+        Raises tf.errors.OpError if a ps does not answer.
+        """
+        records = (stored.load_json() for stored in self._records)
+        record = next((found for found in records if found), None)
+        if record is None or record["ps"] != len(self._devices):
+            return None
+        places, handles = record["places"], []
+        for ps, stored in enumerate(self._handles):
+            number = places.count(ps)
+            loaded = stored.load([tf.int32, *[tf.resource] * number])
+            handles.append(iter(loaded[1:] if loaded else [None] * number))
+        variables = [
+            FormerVariable(self._devices[place], tf.as_dtype(dtype), next(handles[place]))
+            for place, dtype in zip(places, record["dtypes"], strict=True)
+        ]
+        return FormerState(variables, record["facts"])
 
     @contextlib.contextmanager
     def withdrawn(self) -> Iterator[None]:
         """Within it the next chief finds no state: the variables are set back."""
-        self._published.withdraw()
+        self._withdraw()
         with losses_explained():
             self._standby.clear()
         yield
@@ -148,7 +189,7 @@ class ServerRecovery:
     def return_to_complete_step(self) -> Reached | None:
         """Sets the variables back to the step that the next chief would find; None if to none."""
         with losses_explained():
-            former = self._published.find()
+            former = self._find()
             found = settled_values(former) if former else None
             if found is None:
                 return None
