@@ -4,7 +4,7 @@
     found = recovery.take_over(variables, identity, after_step=0)   # of a former chief, or None
     recovery.publish(variables, identity)           # from now on the next chief finds these
 
-Each ps has two lists (named_tensors.py): the handles of its variables, and a record, which is JSON
+Each ps has two lists (`NamedTensors`): the handles of its variables, and a record, which is JSON
 and says which variable is which. The record is the same on each ps, so it is found if any ps is
 left.
 
@@ -25,9 +25,8 @@ from strategies.cluster.tf_config import Cluster
 from strategies.lost_peers import losses_explained
 from strategies.position import Reached
 from strategies.ps.former_rounds import read_rounds, values_at
-from strategies.ps.former_state import FormerState, FormerVariable, ps_device
+from strategies.ps.former_state import FormerState, FormerVariable, NamedTensors, ps_device
 from strategies.ps.former_tickets import read_tickets
-from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.servers import end_servers
 from strategies.ps.standby import Standby
 

@@ -16,7 +16,7 @@ from strategies.ps.former_rounds import (
     stored_rounds,
     values_at,
 )
-from strategies.ps.former_state import FormerState, FormerVariable
+from strategies.ps.former_state import FormerState, FormerVariable, NamedTensors
 from strategies.ps.former_tickets import (
     DROPPED,
     EMPTY_ROW,
@@ -26,7 +26,6 @@ from strategies.ps.former_tickets import (
     open_after,
     store_handed_out,
 )
-from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.protocol import IDLE, WorkerSlot
 from strategies.ps.recovery import read_once, settled, settled_values
 from strategies.ps.standby import Standby
