@@ -32,7 +32,12 @@ from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers,
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
 from strategies.division import Division, parts_of
-from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
+from strategies.gradients.all_reduce import (
+    GATHER_KEY,
+    all_reduced,
+    cpu_of_worker,
+    summed_with_key,
+)
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
@@ -50,8 +55,6 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 8, 4 << 20
 _SMALL_SUMS, _LARGE_SUMS = 20, 2
 _MEASUREMENTS = 3
 _LINGER_SECS = 0.3
-# Of `summed_with_key`.
-_GATHER_KEY, _TOTALS_KEY = 1, 2
 
 # The errors TensorFlow raises when a peer of a collective has died or has given up.
 _LOST = (*LOSSES, tf.errors.CancelledError)
@@ -93,7 +96,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         """`start` chooses the size of buckets if `transfer` has none."""
         self._cluster = cluster
         self._has_trained = threading.Event()
-        super().__init__(strategy, transfer)
+        super().__init__(strategy, transfer, cluster.trainers.index(cluster.task))
         self.is_chief = cluster.is_chief
         self.peers = WorkerPeers(cluster, processes, self._has_trained)
         self._transfer = transfer
@@ -109,7 +112,7 @@ class MultiWorkerExecutor(MirroredExecutor):
                 return tf.one_hot(replica, self.num_replicas, number, tf.zeros_like(number))
 
             # The sum of vectors that are zero at all indices but the replica's own.
-            return self._sum(strategy.run(at_own_index), _GATHER_KEY)
+            return summed_with_key(strategy.run(at_own_index), strategy, GATHER_KEY)
 
         self._gather_in_graph = gather
 
@@ -290,18 +293,6 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @override
     @no_autograph
-    def _sum_of_totals(self, vector: Tensor) -> Tensor:
-        return self._sum(vector, _TOTALS_KEY)
-
-    @no_autograph
-    def _sum(self, vector: Tensor, key: int) -> Tensor:
-        """The sum of `vector`, [n], over all replicas; on CPUs, `key` is that of the sum."""
-        if cpu_of_worker(self.strategy):
-            return summed_with_key(vector, self.strategy, key)
-        return self.strategy.reduce("SUM", vector, axis=None)
-
-    @override
-    @no_autograph
     def _all_reduced(
         self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
     ) -> Sequence[Tensor]:
@@ -346,10 +337,3 @@ class MultiWorkerExecutor(MirroredExecutor):
         with contextlib.suppress(UnknownHostError):
             return identify(self._cluster.address_of(task)) in ("silent", None)
         return True
-
-    @override
-    def _replicas_of_this_process(self) -> range:
-        trainers = self._cluster.trainers
-        per_worker = self.num_replicas // len(trainers)
-        first = trainers.index(self._cluster.task) * per_worker
-        return range(first, first + per_worker)

@@ -27,6 +27,7 @@ EXCHANGE_BYTES = 1 << 20
 # TensorFlow numbers its own groups from 1. All collectives of a group are on the same devices.
 _GROUP_KEY = 1 << 20
 _GROUP_KEY_OF_SUMS, _MOST_KEYS = _GROUP_KEY + 1, 16  # Of `summed_with_key`.
+GATHER_KEY, TOTALS_KEY = 1, 2  # Its callers.
 _GROUP_KEY_OF_ROWS = _GROUP_KEY + 2  # On the first CPU of each worker.
 _GROUP_KEY_OF_PAIRS, _MOST_WORKERS = _GROUP_KEY + 3, 1 << 10  # Of `_tree_sum`.
 # Rows are gathered in multiples of this number; a table has this number of keys for them.
@@ -127,18 +128,22 @@ def cpu_of_worker(strategy: tf.distribute.Strategy) -> str:
     return str(device) if is_cpu and not others else ""
 
 
+@no_autograph
 def summed_with_key(vector: Tensor, strategy: tf.distribute.Strategy, key: int) -> Tensor:
-    """The sum of `vector`, [n], over all workers, outside of replica context.
+    """The sum of `vector`, [n], over all replicas, outside of replica context.
 
-    Each worker has one replica, on its CPU. All sums with the same `key`, below 16, must have the
-    same type, and come in the same order in all workers; they may be in several graphs.
+    If each worker has one replica, on its CPU, all sums with the same `key`, below 16, must have
+    the same type, and come in the same order in all workers; they may be in several graphs.
     `strategy.reduce` needs no key: it makes a new one in each call, and TensorFlow keeps some
     kilobytes for each key it has seen.
     """
+    device = cpu_of_worker(strategy)
+    if not device:
+        return strategy.reduce("SUM", vector, axis=None)
     (size,) = vector.shape.as_list()
     # All uses of a key of TensorFlow must have the same shape.
     instance_key = _MOST_KEYS * size + key
-    with tf.device(cpu_of_worker(strategy)):
+    with tf.device(device):
         num_workers = strategy.num_replicas_in_sync
         return _ring_sum(vector, num_workers, _GROUP_KEY_OF_SUMS, instance_key, [])
 

@@ -101,11 +101,6 @@ class FormerState(NamedTuple):
     facts: Mapping[str, Any]
 
     @property
-    def has_all_variables(self) -> bool:
-        """False if a ps has lost its variables."""
-        return all(variable.handle is not None for variable in self.variables)
-
-    @property
     def saved(self) -> Sequence[FormerVariable]:
         """The variables that a checkpoint has."""
         return self.variables[: self.facts["num_saved"]]

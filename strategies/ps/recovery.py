@@ -234,7 +234,9 @@ def settled(former: FormerState) -> Reached | None:
 
 def read_once(former: FormerState) -> Reached | None:
     """How far the run of `former` has come; None if it is in the middle of a step."""
-    return _READERS[former.facts["kind"]](former) if former.has_all_variables else None
+    if any(variable.handle is None for variable in former.variables):  # A ps has lost its own.
+        return None
+    return _READERS[former.facts["kind"]](former)
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
