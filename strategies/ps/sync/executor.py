@@ -215,9 +215,8 @@ class SynchronousExecutor(ParameterServerExecutor):
         has_last = self._slots.end_reason != EndReason.CONTINUES
         # These have done their last assignment and end without END_ASSIGNMENT, which would stay in
         # the queue for the next loop of that worker slot.
-        ending = [
-            self._running[i] for i in np.flatnonzero(is_idle & has_last) if i in self._running
-        ]
+        may_end = is_idle & has_last
+        ending = [future for slot, future in self._running.items() if may_end[slot]]
         timeout_secs = min(_POLL_SECS, max(_SHUTDOWN_GRACE_SECS, 4 * self._secs_per_round))
         concurrent.futures.wait(ending, timeout_secs)
         self._take_ended()
