@@ -34,11 +34,13 @@ from strategies.cluster.watching import silence_of, watch_peers
 from strategies.division import Division, parts_of
 from strategies.gradients.all_reduce import (
     GATHER_KEY,
+    LEAST_BYTES,
+    Network,
     all_reduced,
+    best_bucket_mb,
     cpu_of_worker,
     summed_with_key,
 )
-from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
 from strategies.lost_peers import LOSSES, PeerLostError, loss_of
