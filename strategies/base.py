@@ -294,15 +294,15 @@ class Executor(abc.ABC):
         """
         with self.changing("a return to a checkpoint"):
             self._drain()
-            self._drop_residuals()
             position, self.counts_before = restore()
             self._set_position(position)
+            self._drop_kept()
 
     def _drain(self) -> None:
         """Waits for everything in flight, including late gradients that belong to no step."""
 
-    def _drop_residuals(self) -> None:
-        """Drops the residuals of compressed gradients, which belong to the abandoned steps."""
+    def _drop_kept(self) -> None:
+        """Drops what graphs keep of the abandoned steps, such as residuals: makes new graphs."""
 
     @abc.abstractmethod
     def _set_position(self, position: Position) -> None:

@@ -33,7 +33,6 @@ from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
 from strategies.step_marks import StepMarks
 from strategies.transfer import AS_COMPUTED, Transfer
-from strategies.worker_stats import WorkerStats
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -299,14 +298,8 @@ class MirroredExecutor(Executor):
         return super().return_to_complete_step()
 
     @override
-    def roll_back(self, restore: Callable[[], tuple[Position, WorkerStats]]) -> None:
-        super().roll_back(restore)
-        if self._learner.local_steps:
-            self._prepare_run()  # The kept values were of the abandoned steps.
-
-    @override
-    def _drop_residuals(self) -> None:
-        if self._compression.is_lossy:
+    def _drop_kept(self) -> None:
+        if self._compression.is_lossy or self._learner.local_steps:
             self._compression.forget_residuals()
             self._prepare_run()
 

@@ -260,8 +260,7 @@ class ParameterServerExecutor(Executor):
             super().roll_back(restore)
 
     @override
-    def _drop_residuals(self) -> None:
-        """Graphs hold the residuals, so they are traced again."""
+    def _drop_kept(self) -> None:
         if self._compression.is_lossy:
             self._compression.forget_residuals()
             self._make_graphs()
