@@ -145,8 +145,12 @@ class MirroredExecutor(Executor):
 
     @property
     def _compiles_complete_steps(self) -> bool:
-        """True if XLA may compile a step as a whole: no other replica takes part in it."""
-        is_alone = self.num_replicas == 1 or self._learner.local_steps is not None
+        """True if XLA may compile a step as a whole: no other replica takes part in it.
+
+        Otherwise sums, and marks of complete steps, are between the gradient and the rest.
+        """
+        is_only_one = self.num_replicas == 1 and self.peers is None
+        is_alone = is_only_one or self._learner.local_steps is not None
         return is_alone and len(self._local_replicas) == 1
 
     def _in_all_replicas(
@@ -177,11 +181,13 @@ class MirroredExecutor(Executor):
 
     def _new_marks(self) -> StepMarks | None:
         """The marks of complete steps; None if a failure finds no step that has begun."""
-        local = self._learner.local_steps
-        if local is None:
+        learner, local = self._learner, self._learner.local_steps
+        changing = learner.forward_state
+        if local:
+            changing = [*local.weights, *local.others, *local.momenta, *local.counters]
+        elif self.peers is None:
             return None
-        changing = [*local.weights, *local.others, *local.momenta, *local.counters]
-        return StepMarks(self.strategy, self._learner.step, changing)
+        return StepMarks(self.strategy, learner.step, changing)
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:

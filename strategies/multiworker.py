@@ -46,7 +46,6 @@ from strategies.gradients.compression import Compression
 from strategies.lost_peers import LOSSES, PeerLostError, loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
-from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
 from strategies.transfer import AS_COMPUTED, Transfer
 
@@ -215,18 +214,7 @@ class MultiWorkerExecutor(MirroredExecutor):
     def row_bytes(self, width: int, value_bytes: int) -> int:
         """The id, and the gradient of its row, to each other worker."""
         sent = width * self._compression.value_bytes(value_bytes)
-        return (self._cluster.num("worker") - 1) * (ID_BYTES + sent)
-
-    @override
-    def _new_marks(self) -> StepMarks:
-        learner = self._learner
-        return super()._new_marks() or StepMarks(self.strategy, learner.step, learner.forward_state)
-
-    @property
-    @override
-    def _compiles_complete_steps(self) -> bool:
-        """Sums, and marks of complete steps, are ops between the compiled gradient and the rest."""
-        return self._learner.local_steps is not None and super()._compiles_complete_steps
+        return len(self._cluster.other_trainers) * (ID_BYTES + sent)
 
     @override
     def run(self, num_steps: int) -> Metrics:
