@@ -178,11 +178,11 @@ class Hosts:
     def exposed_secs(self, workers: int) -> float:
         """The part of the all-reduce that does not overlap with the backward pass.
 
-        The gradients are summed in buckets (strategies/gradients/buckets.py). All but the last one
-        overlap, as far as the backward pass lasts.
+        The gradients are summed in buckets (strategies/gradients/all_reduce.py). All but the last
+        one overlap, as far as the backward pass lasts.
         """
         # Imported here because it imports TensorFlow.
-        from strategies.gradients.buckets import Network, best_bucket_mb
+        from strategies.gradients.all_reduce import Network, best_bucket_mb
 
         whole = self._sum_secs(workers)
         fixed = ring_messages(workers, self.gradient_bytes) * self.message_secs

@@ -18,7 +18,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,15 @@ import tensorflow as tf
 
 from data.reader import Reader
 from data.system.stopwatch import Stopwatch
-from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics, add_metrics
 from strategies.pace import CallSize, Pace
 from strategies.position import Position, Reached
 from strategies.step_errors import errors_explained
 from strategies.worker_stats import WorkerStats
+
+if TYPE_CHECKING:
+    from strategies.local_steps import LocalSteps
+    from strategies.ps.recovery import ServerRecovery
 
 # What changes the variables in `_run`: an argument of `Executor.changing`.
 STEPS = "steps"
@@ -49,7 +52,22 @@ _SMALLER_STEP = "Raise --config.micro_batches (the same step in less memory) or 
 
 
 class Learner(Protocol):
-    """The part of a learner that an Executor uses. Metric totals are float64 [num_totals]."""
+    """The part of a learner that an Executor uses. Metric totals are float64 [num_totals].
+
+    Attributes:
+        variables: The trainable variables: dense ones, then the parts of tables.
+        num_dense: The number of dense variables; the gradients of the others are tf.IndexedSlices.
+        step: The integer variable that counts steps.
+        local_steps: None if the gradients of each step are summed over replicas.
+        virtual_replicas: The number of parts of a batch that are computed alone; 0 if that does not
+            matter.
+    """
+
+    variables: list[tf.Variable]
+    num_dense: int
+    step: tf.Variable
+    local_steps: "LocalSteps | None"
+    virtual_replicas: int
 
     @property
     def num_totals(self) -> int:
@@ -59,23 +77,11 @@ class Learner(Protocol):
         """What summed metric totals mean. With virtual replicas, digests may follow them."""
 
     @property
-    def variables(self) -> Sequence[tf.Variable]:
-        """The trainable variables: dense ones, then the parts of tables."""
-
-    @property
     def compiles(self) -> bool:
         """True if XLA may compile all that a replica computes in a step."""
 
     def stop_compiling(self, error: tf.errors.OpError) -> bool:
         """Returns True if XLA cannot compile and is not used any more: the graph is made anew."""
-
-    @property
-    def num_dense(self) -> int:
-        """The number of dense variables; the gradients of the others are tf.IndexedSlices."""
-
-    @property
-    def step(self) -> tf.Variable:
-        """The integer variable that counts steps."""
 
     @property
     def layer_state(self) -> Sequence[tf.Variable]:
@@ -116,14 +122,6 @@ class Learner(Protocol):
     def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """`evaluate`, computed at `values` of `evaluation_inputs` that were read before."""
 
-    @property
-    def local_steps(self) -> LocalSteps | None:
-        """None if the gradients of each step are summed over replicas."""
-
-    @property
-    def virtual_replicas(self) -> int:
-        """The number of parts of a batch that are computed alone; 0 if that does not matter."""
-
     def ends_report(self, step: Tensor) -> Tensor:
         """True, bool [], if step `step` + 1 is the last one of a report, or of the run."""
 
@@ -143,36 +141,6 @@ class Peers(Protocol):
 
         Called on another thread, when another task is lost. Returns False if it is not possible.
         """
-
-
-class Recovery(Protocol):
-    """The state of a run on servers, which stay when the chief dies, for the next chief."""
-
-    def take_over(
-        self, variables: Sequence[tf.Variable], identity: str, after_step: int
-    ) -> Reached | None:
-        """Sets `variables` to the last complete step of a chief that has died.
-
-        If a server was lost, sets them to the last copy for standby. Returns None, and changes no
-        variable, if the servers have no state of the run `identity`, none of a complete step, or
-        none of a step after `after_step`. Called before `start`.
-        """
-
-    def publish(
-        self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
-    ) -> None:
-        """Lets the next chief of this run take `variables` over if this process dies.
-
-        `variables` are all that a checkpoint has; if there are none, nothing is published.
-        `identity` is the same in each process of a run. With `has_standby`, `copy_to_standby` will
-        be called. Called once, after `start`.
-        """
-
-    def copy_to_standby(self) -> None:
-        """Copies the state to other servers, for `take_over` after the loss of a server."""
-
-    def end_servers(self) -> None:
-        """Ends the servers after an error: there is nothing that a next chief could continue."""
 
 
 class Executor(abc.ABC):
@@ -203,7 +171,7 @@ class Executor(abc.ABC):
     is_chief: bool = True
     io_device: str | None = None
     peers: Peers | None = None
-    recovery: Recovery | None = None
+    recovery: "ServerRecovery | None" = None
     placement: str = ""
     _learner: Learner
     _evaluation: Reader
@@ -326,15 +294,15 @@ class Executor(abc.ABC):
         """
         with self.changing("a return to a checkpoint"):
             self._drain()
-            self._drop_residuals()
             position, self.counts_before = restore()
             self._set_position(position)
+            self._drop_kept()
 
     def _drain(self) -> None:
         """Waits for everything in flight, including late gradients that belong to no step."""
 
-    def _drop_residuals(self) -> None:
-        """Drops the residuals of compressed gradients, which belong to the abandoned steps."""
+    def _drop_kept(self) -> None:
+        """Drops what graphs keep of the abandoned steps, such as residuals: makes new graphs."""
 
     @abc.abstractmethod
     def _set_position(self, position: Position) -> None:

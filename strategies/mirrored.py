@@ -6,7 +6,7 @@ The inner loop runs in one graph: n steps per call, without Python between them.
 is the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
 and cuts it into one slice per replica, so a batch has the same examples for any number of replicas.
 On GPUs, the next batch is gathered from memory and copied while a step computes. With
-`config.local_steps` each replica applies its own gradients, and local_rounds.py averages them.
+`config.local_steps` each replica applies its own gradients, and local_steps.py averages them.
 """
 
 import dataclasses
@@ -24,16 +24,15 @@ from data.reader import Reader
 from data.system.compat.autograph import no_autograph
 from data.system.errors import UsageError
 from strategies.base import STEPS, Batch, Executor, Learner, Tensor
-from strategies.gradients.all_reduce import all_reduced
+from strategies.gradients.all_reduce import TOTALS_KEY, all_reduced, summed_with_key
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
 from strategies.gradients.parts import totals_of_parts
-from strategies.local_rounds import LocalRounds
+from strategies.local_steps import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
 from strategies.step_marks import StepMarks
 from strategies.transfer import AS_COMPUTED, Transfer
-from strategies.worker_stats import WorkerStats
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -45,12 +44,21 @@ _GPU_BUCKET_BYTES, _CPU_BUCKET_BYTES = 32 << 20, 8 << 20
 class MirroredExecutor(Executor):
     """All replicas of a step in this process; in a subclass, this process's part of them."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, transfer: Transfer = AS_COMPUTED) -> None:
-        """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way."""
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        transfer: Transfer = AS_COMPUTED,
+        process_index: int = 0,
+    ) -> None:
+        """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way.
+
+        `process_index` is that of this process among those with replicas, all of the same number.
+        """
         super().__init__(strategy, int(strategy.num_replicas_in_sync))
         self._compression = Compression(transfer.wire_dtype, self.num_replicas)
         self._bucket_bytes: float = _GPU_BUCKET_BYTES if self._has_gpus else _CPU_BUCKET_BYTES
-        self._local_replicas = self._replicas_of_this_process()
+        num_local = len(strategy.extended.worker_devices)
+        self._local_replicas = range(process_index * num_local, (process_index + 1) * num_local)
         self._num_parts = 0  # Of the share of a replica, with config.virtual_replicas.
         # Runs a round of local steps that are counted by time, and returns what the graph returns.
         self._run_by_time: Callable[[int], tuple[tf.Tensor, tf.Tensor, Batch]] | None = None
@@ -75,7 +83,7 @@ class MirroredExecutor(Executor):
     @override
     def _prepare(self, source: Reader, position: Position) -> None:
         local = self._learner.local_steps
-        if local and local.overlaps and self._has_gpus and self.num_replicas > 1:
+        if local and local.overlap and self._has_gpus and self.num_replicas > 1:
             raise UsageError(
                 "config.local_steps.overlap is for CPUs: sums between GPUs need one order, and two "
                 "graphs that sum at the same time have none. Leave it out, or type --num_gpus=0."
@@ -86,7 +94,7 @@ class MirroredExecutor(Executor):
         self.start_evaluation(self._learner, self._evaluation)
 
     def _prepare_run(self) -> None:
-        learner, offsets = self._learner, self._replica_offsets(self._source)
+        learner, (_, offsets) = self._learner, self._own_part(self._source)
         local = learner.local_steps
         is_timed = local is not None and local.every_secs > 0
         marks = self._marks = self._new_marks()
@@ -137,8 +145,12 @@ class MirroredExecutor(Executor):
 
     @property
     def _compiles_complete_steps(self) -> bool:
-        """True if XLA may compile a step as a whole: no other replica takes part in it."""
-        is_alone = self.num_replicas == 1 or self._learner.local_steps is not None
+        """True if XLA may compile a step as a whole: no other replica takes part in it.
+
+        Otherwise sums, and marks of complete steps, are between the gradient and the rest.
+        """
+        is_only_one = self.num_replicas == 1 and self.peers is None
+        is_alone = is_only_one or self._learner.local_steps is not None
         return is_alone and len(self._local_replicas) == 1
 
     def _in_all_replicas(
@@ -169,11 +181,13 @@ class MirroredExecutor(Executor):
 
     def _new_marks(self) -> StepMarks | None:
         """The marks of complete steps; None if a failure finds no step that has begun."""
-        local = self._learner.local_steps
-        if local is None:
+        learner, local = self._learner, self._learner.local_steps
+        changing = learner.forward_state
+        if local:
+            changing = [*local.weights, *local.others, *local.momenta, *local.counters]
+        elif self.peers is None:
             return None
-        changing = [*local.weights, *local.others, *local.momenta, *local.counters]
-        return StepMarks(self.strategy, self._learner.step, changing)
+        return StepMarks(self.strategy, learner.step, changing)
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
@@ -204,7 +218,7 @@ class MirroredExecutor(Executor):
     def _steps_of_call(self, num_steps: int) -> int:
         if local := self._learner.local_steps:
             rounds = self._sizes_of_rounds(num_steps)
-            return sum(rounds) if local.overlaps else rounds[0]
+            return sum(rounds) if local.overlap else rounds[0]
         return super()._steps_of_call(num_steps)
 
     def _sizes_of_rounds(self, num_steps: int) -> list[int]:
@@ -264,13 +278,13 @@ class MirroredExecutor(Executor):
         refuse_open_sub_batches(position, self._source.order)
         self._first = position
         self._first_step = int(self._learner.step.numpy())
-        source = self._source
+        lanes, offsets = self._own_part(self._source)
         self._feed = open_feed(
-            source, position.next_batch, self._lanes(source), finishes_in_graph=self._has_gpus
+            self._source, position.next_batch, lanes, finishes_in_graph=self._has_gpus
         )
         if self._reads_ahead:
             read = self._feed.batch(self._feed.take(1), tf.constant(0, tf.int64))
-            self._next_batch = self._slice_for_replicas(read, self._replica_offsets(source))
+            self._next_batch = self._slice_for_replicas(read, offsets)
 
     @property
     def _reads_ahead(self) -> bool:
@@ -290,14 +304,8 @@ class MirroredExecutor(Executor):
         return super().return_to_complete_step()
 
     @override
-    def roll_back(self, restore: Callable[[], tuple[Position, WorkerStats]]) -> None:
-        super().roll_back(restore)
-        if self._learner.local_steps:
-            self._prepare_run()  # The kept values were of the abandoned steps.
-
-    @override
-    def _drop_residuals(self) -> None:
-        if self._compression.is_lossy:
+    def _drop_kept(self) -> None:
+        if self._compression.is_lossy or self._learner.local_steps:
             self._compression.forget_residuals()
             self._prepare_run()
 
@@ -306,7 +314,7 @@ class MirroredExecutor(Executor):
         self._learner = learner
         self._num_parts = learner.virtual_replicas // self.num_replicas
         self._evaluation = evaluation
-        lanes, offsets = self._lanes(evaluation), self._replica_offsets(evaluation)
+        lanes, offsets = self._own_part(evaluation)
         # On a GPU, batches are finished there; on CPUs, by the threads that read them.
         read = evaluation.narrow if self._has_gpus else evaluation
         self._evaluation_dataset = DiskReader(read).evaluation_batches(lanes)
@@ -371,21 +379,16 @@ class MirroredExecutor(Executor):
         device = tf.DeviceSpec.from_string(self.strategy.extended.worker_devices[0])
         return bool(device.device_type == "GPU")
 
-    def _replicas_of_this_process(self) -> range:
-        return range(self.num_replicas)
+    def _own_part(self, source: Reader) -> tuple[range, list[int]]:
+        """The lanes of this process in a batch, and the offsets of its replicas in these rows.
 
-    def _lanes(self, source: Reader) -> range:
-        lanes, replicas = source.order.lanes, self._local_replicas
-        first = replica_lanes(lanes, replicas[0], self.num_replicas)
-        last = replica_lanes(lanes, replicas[-1], self.num_replicas)
-        return range(first.start, last.stop)
-
-    def _replica_offsets(self, source: Reader) -> list[int]:
-        """Local replica i has the rows [offsets[i], offsets[i + 1]) of this process's part."""
-        order, num_replicas = source.order, self.num_replicas
-        rows, first = order.batch_size // order.lanes, self._lanes(source).start
-        lanes = [replica_lanes(order.lanes, i, num_replicas) for i in self._local_replicas]
-        return [0, *((of_replica.stop - first) * rows for of_replica in lanes)]
+        Local replica i has the rows [offsets[i], offsets[i + 1]).
+        """
+        order = source.order
+        lanes = [replica_lanes(order.lanes, i, self.num_replicas) for i in self._local_replicas]
+        first, rows = lanes[0].start, order.batch_size // order.lanes
+        offsets = [0, *((of_replica.stop - first) * rows for of_replica in lanes)]
+        return range(first, lanes[-1].stop), offsets
 
     @no_autograph
     def _slice_for_replicas(self, batch: Batch, offsets: Sequence[int]) -> Batch:
@@ -418,16 +421,11 @@ class MirroredExecutor(Executor):
         return tf.zeros([self._learner.num_totals + num_digests], tf.float64)
 
     @no_autograph
-    def _sum_of_totals(self, vector: tf.Tensor) -> tf.Tensor:
-        """The sum of `vector`, of each replica's totals, over all replicas."""
-        return self.strategy.reduce("SUM", vector, axis=None)
-
-    @no_autograph
     def _sum_over_replicas(
         self, totals: tf.Tensor, status: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums metric totals and `status` over all replicas, in one all-reduce."""
         joined = self.strategy.run(lambda t: tf.concat([t, status], axis=0), args=(totals,))
-        summed = self._sum_of_totals(joined)
+        summed = summed_with_key(joined, self.strategy, TOTALS_KEY)
         num_totals = summed.shape[0] - status.shape[0]
         return summed[:num_totals], summed[num_totals:]

@@ -32,14 +32,20 @@ from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers,
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
 from strategies.division import Division, parts_of
-from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
-from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
+from strategies.gradients.all_reduce import (
+    GATHER_KEY,
+    LEAST_BYTES,
+    Network,
+    all_reduced,
+    best_bucket_mb,
+    cpu_of_worker,
+    summed_with_key,
+)
 from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
 from strategies.lost_peers import LOSSES, PeerLostError, loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
-from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
 from strategies.transfer import AS_COMPUTED, Transfer
 
@@ -50,8 +56,6 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 8, 4 << 20
 _SMALL_SUMS, _LARGE_SUMS = 20, 2
 _MEASUREMENTS = 3
 _LINGER_SECS = 0.3
-# Of `summed_with_key`.
-_GATHER_KEY, _TOTALS_KEY = 1, 2
 
 # The errors TensorFlow raises when a peer of a collective has died or has given up.
 _LOST = (*LOSSES, tf.errors.CancelledError)
@@ -93,7 +97,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         """`start` chooses the size of buckets if `transfer` has none."""
         self._cluster = cluster
         self._has_trained = threading.Event()
-        super().__init__(strategy, transfer)
+        super().__init__(strategy, transfer, cluster.trainers.index(cluster.task))
         self.is_chief = cluster.is_chief
         self.peers = WorkerPeers(cluster, processes, self._has_trained)
         self._transfer = transfer
@@ -109,7 +113,7 @@ class MultiWorkerExecutor(MirroredExecutor):
                 return tf.one_hot(replica, self.num_replicas, number, tf.zeros_like(number))
 
             # The sum of vectors that are zero at all indices but the replica's own.
-            return self._sum(strategy.run(at_own_index), _GATHER_KEY)
+            return summed_with_key(strategy.run(at_own_index), strategy, GATHER_KEY)
 
         self._gather_in_graph = gather
 
@@ -210,18 +214,7 @@ class MultiWorkerExecutor(MirroredExecutor):
     def row_bytes(self, width: int, value_bytes: int) -> int:
         """The id, and the gradient of its row, to each other worker."""
         sent = width * self._compression.value_bytes(value_bytes)
-        return (self._cluster.num("worker") - 1) * (ID_BYTES + sent)
-
-    @override
-    def _new_marks(self) -> StepMarks:
-        learner = self._learner
-        return super()._new_marks() or StepMarks(self.strategy, learner.step, learner.forward_state)
-
-    @property
-    @override
-    def _compiles_complete_steps(self) -> bool:
-        """Sums, and marks of complete steps, are ops between the compiled gradient and the rest."""
-        return self._learner.local_steps is not None and super()._compiles_complete_steps
+        return len(self._cluster.other_trainers) * (ID_BYTES + sent)
 
     @override
     def run(self, num_steps: int) -> Metrics:
@@ -290,18 +283,6 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @override
     @no_autograph
-    def _sum_of_totals(self, vector: Tensor) -> Tensor:
-        return self._sum(vector, _TOTALS_KEY)
-
-    @no_autograph
-    def _sum(self, vector: Tensor, key: int) -> Tensor:
-        """The sum of `vector`, [n], over all replicas; on CPUs, `key` is that of the sum."""
-        if cpu_of_worker(self.strategy):
-            return summed_with_key(vector, self.strategy, key)
-        return self.strategy.reduce("SUM", vector, axis=None)
-
-    @override
-    @no_autograph
     def _all_reduced(
         self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
     ) -> Sequence[Tensor]:
@@ -346,10 +327,3 @@ class MultiWorkerExecutor(MirroredExecutor):
         with contextlib.suppress(UnknownHostError):
             return identify(self._cluster.address_of(task)) in ("silent", None)
         return True
-
-    @override
-    def _replicas_of_this_process(self) -> range:
-        trainers = self._cluster.trainers
-        per_worker = self.num_replicas // len(trainers)
-        first = trainers.index(self._cluster.task) * per_worker
-        return range(first, first + per_worker)

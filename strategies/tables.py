@@ -1,6 +1,6 @@
 """Tables that are split by row: with P parts, row `id` is row `id // P` of part `id % P`.
 
-    with split_into(3):                             # in the executor, when it builds the model
+    with tables_with(num_parts=3):                  # in the executor, when it builds the model
         with making_part(0, (334, 64)):             # in the layer
             tf.Variable(...)                        # is placed on ps 0
 
@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -26,8 +26,6 @@ ID_BYTES = 8
 # Strategies that make a copy of a variable for each replica.
 _WITH_COPIES = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
 
-Value = TypeVar("Value")
-
 
 class Part(NamedTuple):
     """The part of a table for which variables are made."""
@@ -36,50 +34,38 @@ class Part(NamedTuple):
     shape: tuple[int, ...]  # Of the part.
 
 
-_num_parts: ContextVar[int] = ContextVar("num_parts", default=1)
-_has_rows: ContextVar[bool] = ContextVar("has_rows", default=True)
-_read_dtype: ContextVar[str] = ContextVar("read_dtype", default="float32")
-_part: ContextVar[Part | None] = ContextVar("part", default=None)
+class Settings(NamedTuple):
+    """How tables are made and read."""
+
+    num_parts: int = 1  # Of each table that is made.
+    has_rows: bool = True  # False in a dry run: tables without rows need no memory.
+    # The name of the type in which rows are sent to the process that uses them.
+    read_dtype: str = "float32"
+    part: Part | None = None  # The part whose variables are made; None outside of `making_part`.
 
 
-def num_parts() -> int:
-    """The number of parts of each table that is made now."""
-    return _num_parts.get()
+_DEFAULTS = Settings()
+_settings: ContextVar[Settings] = ContextVar("settings", default=_DEFAULTS)
 
 
-def has_rows() -> bool:
-    """False in a dry run: tables are made without rows, so they need no memory."""
-    return _has_rows.get()
+def table_settings() -> Settings:
+    """The settings at this place of the program."""
+    return _settings.get()
 
 
-def read_dtype() -> str:
-    """The name of the type in which rows are sent to the process that uses them."""
-    return _read_dtype.get()
-
-
-def current_part() -> Part | None:
-    """The part whose variables are made now; None outside of `making_part`."""
-    return _part.get()
+@contextlib.contextmanager
+def tables_with(**changes: Any) -> Iterator[None]:
+    """Inside, the fields of `table_settings` that `changes` names have other values."""
+    token = _settings.set(_settings.get()._replace(**changes))
+    try:
+        yield
+    finally:
+        _settings.reset(token)
 
 
 def part_rows(num_rows: int, index: int, num_parts: int) -> int:
     """The number of rows of part `index`."""
     return max(0, -(-(num_rows - index) // num_parts))
-
-
-def split_into(num_parts: int) -> AbstractContextManager[None]:
-    """Tables that are made inside have `num_parts` parts."""
-    return _inside(_num_parts, num_parts)
-
-
-def without_rows() -> AbstractContextManager[None]:
-    """Tables that are made inside have no rows."""
-    return _inside(_has_rows, False)
-
-
-def rows_read_as(dtype: str) -> AbstractContextManager[None]:
-    """Rows that are looked up inside are sent as the type named `dtype`; "float32": as they are."""
-    return _inside(_read_dtype, dtype)
 
 
 @contextlib.contextmanager
@@ -97,14 +83,5 @@ def making_part(
         scope = tf.variable_creator_scope(variable_of_process)
     elif beside is not None:
         scope = strategy.extended.colocate_vars_with(beside)
-    with _inside(_part, Part(number, shape)), tf.device("CPU:0"), scope:
+    with tables_with(part=Part(number, shape)), tf.device("CPU:0"), scope:
         yield
-
-
-@contextlib.contextmanager
-def _inside(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)

@@ -18,8 +18,8 @@ that wait take the new id, and processes that have left end, to meet again.
 
 import contextlib
 import hashlib
+import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -44,10 +44,8 @@ Processes: TypeAlias = Mapping[Task, str]
 # ps there are no ids of processes.
 Connecting: TypeAlias = Callable[[Cluster, Processes], contextlib.AbstractContextManager[None]]
 
-_GREETING = re.compile(
-    r"tf-distribution-trainer (\w+) (\d+) process (\w+)(?: generation (\d+))?(?: met (\w+))?"
-    r"(?: gpus (\d+))?\n"
-)
+# The first word of a greeting.
+_PROGRAM = "tf-distribution-trainer"
 _ID_BYTES = 8
 _WATCH_SECS = 1.0
 _LINGER_SECS = 3.0
@@ -64,27 +62,17 @@ class Greeting(NamedTuple):
 
     def encoded(self) -> bytes:
         """The bytes that `decoded` takes."""
-        text = f"tf-distribution-trainer {self.task.job} {self.task.index} process {self.process}"
-        optional = {"generation": self.generation, "met": self.met, "gpus": self.num_gpus or None}
-        for name, value in optional.items():
-            if value is not None:
-                text += f" {name} {value}"
-        return f"{text}\n".encode()
+        task, *others = self
+        return json.dumps([_PROGRAM, task.job, task.index, *others]).encode()
 
     @classmethod
     def decoded(cls, sent: bytes) -> "Greeting | None":
         """The greeting in `sent`; None if another program has sent it."""
-        found = _GREETING.fullmatch(sent.decode(errors="replace"))
-        if found is None:
-            return None
-        job, index, process, generation, met, num_gpus = found.groups()
-        return cls(
-            Task(job, int(index)),
-            process,
-            None if generation is None else int(generation),
-            met,
-            int(num_gpus or 0),
-        )
+        with contextlib.suppress(ValueError, TypeError):  # Not JSON, or another value.
+            program, job, index, *others = json.loads(sent)
+            if program == _PROGRAM:
+                return cls(Task(job, index), *others)
+        return None
 
 
 def digest_of(processes: Processes) -> str:

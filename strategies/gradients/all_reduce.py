@@ -1,22 +1,26 @@
 """The sum of gradients over all replicas.
 
-gradients = all_reduced(gradients, Compression("bfloat16", num_senders=2))  # in replica context
+    gradients = all_reduced(gradients, Compression("bfloat16", num_senders=2))  # in replica context
+    bucket_mb = best_bucket_mb(gradient_bytes, network)
 
-Each bucket of gradients (buckets.py) is summed on its own, when its last gradient is computed. No
-bucket waits for another one, so sums overlap with the backward pass. Overlap is lost in a graph
-that XLA compiles as one op.
+The backward pass computes the gradients of the last layers first. Each bucket of gradients is
+summed on its own, when its last gradient is computed (Li et al., "PyTorch Distributed: Experiences
+on Accelerating Data Parallel Training", 2020). No bucket waits for another one, so sums overlap
+with the backward pass through the layers before. Small buckets begin early, but each sum has a
+fixed cost. Large buckets leave more to be sent when nothing is left to compute. Overlap is lost in
+a graph that XLA compiles as one op.
 """
 
 import itertools
 import math
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
 from strategies.base import Tensor
-from strategies.gradients.buckets import bucket_layout
 from strategies.gradients.coalescing import num_bytes
 from strategies.gradients.compression import Compression
 from strategies.gradients.parts import in_pairs
@@ -24,9 +28,12 @@ from strategies.gradients.parts import in_pairs
 # Two workers exchange vectors below this size. In training runs this makes 1.15 times as many
 # steps/s as the ring with 0.3 MB of gradients; with 10 MB the ring is faster (1.2 times).
 EXCHANGE_BYTES = 1 << 20
+# Smaller gradients are summed as one vector: there is nothing to gain.
+LEAST_BYTES = 1 << 20
 # TensorFlow numbers its own groups from 1. All collectives of a group are on the same devices.
 _GROUP_KEY = 1 << 20
 _GROUP_KEY_OF_SUMS, _MOST_KEYS = _GROUP_KEY + 1, 16  # Of `summed_with_key`.
+GATHER_KEY, TOTALS_KEY = 1, 2  # Its callers.
 _GROUP_KEY_OF_ROWS = _GROUP_KEY + 2  # On the first CPU of each worker.
 _GROUP_KEY_OF_PAIRS, _MOST_WORKERS = _GROUP_KEY + 3, 1 << 10  # Of `_tree_sum`.
 # Rows are gathered in multiples of this number; a table has this number of keys for them.
@@ -34,6 +41,13 @@ _BLOCK_ROWS = 256
 _KEYS_OF_A_TABLE = 1 << 20
 # All workers trace the same graphs once, so they give the same number to the same bucket.
 _instance_keys = itertools.count(1)
+
+
+class Network(NamedTuple):
+    """Measured all-reduces over all workers."""
+
+    latency_secs: float  # The time of a small all-reduce.
+    bytes_per_sec: float  # The bytes of a large vector that are summed in a second.
 
 
 @no_autograph
@@ -72,6 +86,39 @@ def all_reduced(
         for index, part in zip(indices, parts, strict=True):
             summed[index] = tf.reshape(part, tf.shape(gradients[index]))
     return summed
+
+
+def bucket_layout(gradients: Sequence[Tensor], bucket_bytes: float) -> list[list[int]]:
+    """The indices of the gradients of each bucket; the bucket that is complete first is first.
+
+    Variables are expected in the order in which the forward pass uses them. A bucket has gradients
+    of one type, and is full when it has `bucket_bytes`. Gradients that are None or sparse are left
+    out.
+    """
+    layout: list[list[int]] = []
+    unfilled: dict[tf.DType, tuple[list[int], int]] = {}
+    for index, gradient in reversed(list(enumerate(gradients))):
+        if gradient is None or isinstance(gradient, tf.IndexedSlices):
+            continue
+        later, size = unfilled.pop(gradient.dtype, ([], 0))
+        if gradient.shape.is_fully_defined():
+            size += num_bytes(gradient)
+        if size >= bucket_bytes:
+            layout.append([index, *later])
+        else:
+            unfilled[gradient.dtype] = [index, *later], size
+    return layout + [indices for indices, _ in unfilled.values()]
+
+
+def best_bucket_mb(gradient_bytes: int, network: Network) -> float:
+    """The bucket size, in MiB, with the least time besides the transfer itself; a power of two.
+
+    With n buckets that time is the fixed cost of n all-reduces, and the transfer of the last
+    bucket, which begins when the backward pass ends. Powers of two, because measurements of the
+    same network differ.
+    """
+    best_bytes = math.sqrt(gradient_bytes * network.latency_secs * network.bytes_per_sec)
+    return 2.0 ** round(math.log2(max(best_bytes, LEAST_BYTES) / 2**20))
 
 
 def _all_reduced_vector(vector: Tensor) -> Tensor:
@@ -127,18 +174,22 @@ def cpu_of_worker(strategy: tf.distribute.Strategy) -> str:
     return str(device) if is_cpu and not others else ""
 
 
+@no_autograph
 def summed_with_key(vector: Tensor, strategy: tf.distribute.Strategy, key: int) -> Tensor:
-    """The sum of `vector`, [n], over all workers, outside of replica context.
+    """The sum of `vector`, [n], over all replicas, outside of replica context.
 
-    Each worker has one replica, on its CPU. All sums with the same `key`, below 16, must have the
-    same type, and come in the same order in all workers; they may be in several graphs.
+    If each worker has one replica, on its CPU, all sums with the same `key`, below 16, must have
+    the same type, and come in the same order in all workers; they may be in several graphs.
     `strategy.reduce` needs no key: it makes a new one in each call, and TensorFlow keeps some
     kilobytes for each key it has seen.
     """
+    device = cpu_of_worker(strategy)
+    if not device:
+        return strategy.reduce("SUM", vector, axis=None)
     (size,) = vector.shape.as_list()
     # All uses of a key of TensorFlow must have the same shape.
     instance_key = _MOST_KEYS * size + key
-    with tf.device(cpu_of_worker(strategy)):
+    with tf.device(device):
         num_workers = strategy.num_replicas_in_sync
         return _ring_sum(vector, num_workers, _GROUP_KEY_OF_SUMS, instance_key, [])
 

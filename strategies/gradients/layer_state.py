@@ -31,7 +31,9 @@ def averaged_over_replicas(variables: Sequence[tf.Variable]) -> Iterator[None]:
     before = [variable.read_value() for variable in variables]
     yield
     changes = [new.read_value() - old for new, old in zip(variables, before, strict=True)]
-    _change_by_mean(variables, before, all_reduced(changes, Compression()), num_replicas)
+    sums = all_reduced(changes, Compression())
+    for variable, old, total in zip(variables, before, sums, strict=True):
+        variable.assign(old + total / num_replicas)
 
 
 def gradients_of_virtual_replicas(
@@ -61,19 +63,6 @@ def gradients_of_virtual_replicas(
     number, num_replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
     share = Share(number, num_replicas, num_parts, learner.ends_report(learner.step))
     gradients, changes, totals = gradients_of_parts(compute, batch, share, learner.num_dense)
-    _change_by_mean(state, before[: len(state)], sums_of(changes), learner.virtual_replicas)
+    for variable, old, total in zip(state, before[: len(state)], sums_of(changes), strict=True):
+        variable.assign(old + total / learner.virtual_replicas)
     return gradients, totals
-
-
-def _change_by_mean(
-    variables: Sequence[tf.Variable],
-    before: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    number: int,
-) -> None:
-    """Sets each of `variables` to its value `before` and the mean of `number` changes.
-
-    `sums` are the sums of the changes.
-    """
-    for variable, old, total in zip(variables, before, sums, strict=True):
-        variable.assign(old + total / number)

@@ -51,8 +51,7 @@ from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, Reached
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
-from strategies.ps.former_state import ps_device
-from strategies.ps.named_tensors import NamedTensors
+from strategies.ps.former_state import NamedTensors, ps_device
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.recovery import ServerRecovery
 from strategies.ps.servers import check_versions, listen_for_losses, listen_for_stop
@@ -261,8 +260,7 @@ class ParameterServerExecutor(Executor):
             super().roll_back(restore)
 
     @override
-    def _drop_residuals(self) -> None:
-        """Graphs hold the residuals, so they are traced again."""
+    def _drop_kept(self) -> None:
         if self._compression.is_lossy:
             self._compression.forget_residuals()
             self._make_graphs()

@@ -24,8 +24,7 @@ import tensorflow as tf
 
 from strategies.base import Tensor, value_of
 from strategies.position import Position, Reached
-from strategies.ps.former_state import FormerState
-from strategies.ps.named_tensors import NamedTensors
+from strategies.ps.former_state import FormerState, NamedTensors
 from strategies.ps.protocol import NONE, WorkerSlot
 from strategies.worker_stats import WorkerStats, added
 

@@ -1,24 +1,75 @@
-"""The state of a run on its servers, as one chief publishes it and the next one finds it.
+"""What a chief leaves on its servers, and the next one finds: tensors under a name, and variables.
 
-    published = PublishedState(cluster)             # in each chief
-    former = published.find()                         # of the former chief, or None
-    published.publish(variables, {"kind": ...})     # from now on the next chief finds these
-    published.withdraw()                            # before variables are set back
+    stored = NamedTensors("/job:ps/replica:0/task:0/device:CPU:0", "progress")
+    stored.store([tensor, variable.handle])         # also in a graph
+    found = stored.load([tf.int64, tf.resource])    # perhaps in another chief; None without any
+    stored.clear()
 
-Each ps has two lists (named_tensors.py): the handles of its variables, and a record, which is JSON
-and says which variable is which. The record is the same on each ps, so it is found if any ps is
-left.
+TensorFlow removes the variables of a chief from the servers some time after the chief has ended,
+and they have no names. A stored handle keeps its variable, and gives the next chief access to it.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple  # Any: JSON values.
 
+import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from strategies.base import Tensor, value_of
-from strategies.cluster.tf_config import Cluster
-from strategies.ps.named_tensors import NamedTensors
+
+
+class NamedTensors:
+    """A list of tensors of any types and shapes, stored and loaded together."""
+
+    def __init__(self, device: str, name: str) -> None:
+        """The list `name` on `device`, the full name of a device of a task."""
+        self.device = device
+        with tf.device(device):
+            self._handle = tf.raw_ops.VarHandleOp(
+                dtype=tf.variant, shape=[], shared_name=f"trainer: {name}"
+            )
+
+    def store(self, tensors: Sequence[Tensor]) -> tf.Operation | None:
+        """Stores `tensors` in place of the former list; returns the op if called in a graph."""
+        with tf.device(self.device):
+            value = tf.raw_ops.OptionalFromValue(components=tensors)
+            return tf.raw_ops.AssignVariableOp(resource=self._handle, value=value)
+
+    def clear(self) -> tf.Operation | None:
+        """Stores no list; returns the op if called in a graph."""
+        with tf.device(self.device):
+            none = tf.raw_ops.OptionalNone()
+            return tf.raw_ops.AssignVariableOp(resource=self._handle, value=none)
+
+    def load(self, dtypes: Sequence[tf.DType]) -> list[tf.Tensor] | None:
+        """The stored list, on the server; None if there is none. Not in a graph.
+
+        Raises tf.errors.InvalidArgumentError if it has other types.
+        """
+        with tf.device(self.device):
+            if not tf.raw_ops.VarIsInitializedOp(resource=self._handle):
+                return None
+            value = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.variant)
+            if not tf.raw_ops.OptionalHasValue(optional=value):
+                return None
+            return _components(value, dtypes)
+
+    def store_json(self, value: object) -> None:
+        """Stores `value`, made of JSON's types, in place of the former list. Not in a graph."""
+        self.store([tf.constant(json.dumps(value))])
+
+    def load_json(self) -> Any:
+        """What `store_json` has stored; None if there is nothing. Not in a graph."""
+        loaded = self.load([tf.string])
+        return None if loaded is None else json.loads(np.asarray(value_of(loaded[0])).item())
+
+    def get(self, dtypes: Sequence[tf.DType]) -> list[Tensor]:
+        """The stored list, on the server. In a graph, which fails if there is none."""
+        with tf.device(self.device):
+            value = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.variant)
+            return _components(value, dtypes)
 
 
 class FormerVariable(NamedTuple):
@@ -44,15 +95,10 @@ class FormerVariable(NamedTuple):
 
 
 class FormerState(NamedTuple):
-    """The arguments of a former chief's `PublishedState.publish`."""
+    """The variables of a former chief, first the saved ones; and what is known of them."""
 
     variables: Sequence[FormerVariable]
     facts: Mapping[str, Any]
-
-    @property
-    def has_all_variables(self) -> bool:
-        """False if a ps has lost its variables."""
-        return all(variable.handle is not None for variable in self.variables)
 
     @property
     def saved(self) -> Sequence[FormerVariable]:
@@ -65,53 +111,15 @@ class FormerState(NamedTuple):
         return None if counter.handle is None else int(counter.numpy())
 
 
-class PublishedState:
-    """The lists and records on the ps tasks of a cluster."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        """Connects to no task yet, but needs a strategy that has connected."""
-        self.devices = [ps_device(index) for index in sorted(cluster.jobs["ps"])]
-        self._handles = [NamedTensors(device, "variables") for device in self.devices]
-        self._records = [NamedTensors(device, "record") for device in self.devices]
-
-    def publish(self, variables: Sequence[tf.Variable], facts: Mapping[str, Any]) -> None:
-        """Publishes `variables`, each on a ps, and `facts`, JSON values. Replaces earlier ones."""
-        self.withdraw()
-        for stored in self._handles:
-            here = [v.handle for v in variables if v.device == stored.device]
-            stored.store([tf.constant(len(here)), *here])
-        places = [self.devices.index(variable.device) for variable in variables]
-        dtypes = [variable.dtype.name for variable in variables]
-        record = {"facts": facts, "places": places, "dtypes": dtypes, "ps": len(self.devices)}
-        for stored in self._records:
-            stored.store_json(record)
-
-    def withdraw(self) -> None:
-        """Removes the records: a chief that comes now finds no state."""
-        for stored in self._records:
-            stored.clear()
-
-    def find(self) -> FormerState | None:
-        """The state that was published; None if there is none.
-
-        Raises tf.errors.OpError if a ps does not answer.
-        """
-        records = (stored.load_json() for stored in self._records)
-        record = next((found for found in records if found), None)
-        if record is None or record["ps"] != len(self.devices):
-            return None
-        places, handles = record["places"], []
-        for ps, stored in enumerate(self._handles):
-            number = places.count(ps)
-            loaded = stored.load([tf.int32, *[tf.resource] * number])
-            handles.append(iter(loaded[1:] if loaded else [None] * number))
-        variables = [
-            FormerVariable(self.devices[place], tf.as_dtype(dtype), next(handles[place]))
-            for place, dtype in zip(places, record["dtypes"], strict=True)
-        ]
-        return FormerState(variables, record["facts"])
-
-
 def ps_device(index: int) -> str:
     """The device of the ps task `index`."""
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"
+
+
+def _components(value: Tensor, dtypes: Sequence[tf.DType]) -> list[Tensor]:
+    found: list[Tensor] = tf.raw_ops.OptionalGetValue(
+        optional=value,
+        output_types=list(dtypes),
+        output_shapes=[tf.TensorShape(None)] * len(dtypes),
+    )
+    return found

@@ -22,8 +22,7 @@ import tensorflow as tf
 
 from strategies.base import Tensor
 from strategies.position import Position, Reached
-from strategies.ps.former_state import FormerState
-from strategies.ps.named_tensors import NamedTensors
+from strategies.ps.former_state import FormerState, NamedTensors
 from strategies.worker_stats import WorkerStats, added
 
 # In place of a gradient's staleness, if the gradient was too old.

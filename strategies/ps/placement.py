@@ -22,7 +22,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from data.system.errors import UsageError
-from strategies.tables import current_part, part_rows, split_into, without_rows
+from strategies.tables import part_rows, table_settings, tables_with
 
 Made = TypeVar("Made")
 
@@ -36,6 +36,7 @@ class Group:
     num_bytes: int  # Of all variables.
     num_variables: int = 1
     gradient_bytes: int = 0  # Of a gradient of the first variable; 0 if it is not trainable.
+    ps: int = 0  # In the result of `place`: where it is.
     is_table: bool = False  # In the result of `place`: a part of a table.
     num_gradient_buffers: int = 0  # In `num_bytes`, besides the variables.
 
@@ -51,17 +52,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """The groups, the index of the ps of each group, and the bytes on each ps."""
+    """The groups, and the bytes on each ps."""
 
     groups: Sequence[Group]
-    ps: Sequence[int]
     num_bytes: Sequence[int]
 
     def table(self) -> str:
         """One line per ps: its bytes, its number of variables, and the largest variable."""
         lines = []
         for ps, num_bytes in enumerate(self.num_bytes):
-            here = [g for g, index in zip(self.groups, self.ps, strict=True) if index == ps]
+            here = [group for group in self.groups if group.ps == ps]
             num_variables = sum(group.num_variables for group in here)
             lines.append(f"ps {ps}: {num_bytes:,} bytes, {num_variables} variables")
             if here:
@@ -79,7 +79,7 @@ def dry_run(make: Callable[[], Made]) -> tuple[Made, list[Group]]:
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         variable = next_creator(**kwargs)
-        part = current_part()
+        part = table_settings().part
         shape = tuple(variable.shape) if part is None else part.shape
         num_bytes = math.prod(shape) * variable.dtype.size
         group = group_of.get(id(kwargs.get("colocate_with")))
@@ -97,7 +97,7 @@ def dry_run(make: Callable[[], Made]) -> tuple[Made, list[Group]]:
 
     # The default strategy does not pass `colocate_with` to creators; this one does.
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    with strategy.scope(), tf.variable_creator_scope(creator), without_rows():
+    with strategy.scope(), tf.variable_creator_scope(creator), tables_with(has_rows=False):
         return make(), groups
 
 
@@ -120,19 +120,18 @@ def place(groups: Sequence[Group], num_ps: int, *, num_gradient_buffers: int = 0
         if not g.is_table
     ]
     loads = [sum(part.num_bytes for part in tables[ps::num_ps]) for ps in range(num_ps)]
-    chosen = [0] * len(dense)
-    for index in sorted(range(len(dense)), key=lambda i: -dense[i].num_bytes):
-        ps = chosen[index] = loads.index(min(loads))
-        loads[ps] += dense[index].num_bytes
-    of_tables = [index % num_ps for index in range(len(tables))]
-    return Placement([*dense, *tables], [*chosen, *of_tables], loads)
+    for group in sorted(dense, key=lambda g: -g.num_bytes):
+        group.ps = loads.index(min(loads))
+        loads[group.ps] += group.num_bytes
+    return Placement([*dense, *tables], loads)
 
 
 def _part_of(table: Group, index: int, num_parts: int) -> Group:
     rows = part_rows(table.shape[0], index, num_parts)
     # A table of dynamic ids has no row yet.
     num_bytes = table.num_bytes // table.shape[0] * rows if table.shape[0] else table.num_bytes
-    return dataclasses.replace(table, shape=(rows, *table.shape[1:]), num_bytes=num_bytes)
+    shape = (rows, *table.shape[1:])
+    return dataclasses.replace(table, shape=shape, num_bytes=num_bytes, ps=index)
 
 
 @contextlib.contextmanager
@@ -145,19 +144,16 @@ def placed(placement: Placement) -> Iterator[None]:
         UsageError: a variable is made that is not in `placement`.
     """
     anchors = _anchors(len(placement.num_bytes))
-    planned = iter(
-        (group, ps)
-        for group, ps in zip(placement.groups, placement.ps, strict=True)
-        if not group.is_table
-    )
+    planned = iter(group for group in placement.groups if not group.is_table)
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         if kwargs.get("colocate_with") is not None:
             return next_creator(**kwargs)
-        if (part := current_part()) is not None:
+        if (part := table_settings().part) is not None:
             return next_creator(**{**kwargs, "colocate_with": anchors[part.number]})
-        group, ps = next(planned, (None, 0))
-        variable = next_creator(**{**kwargs, "colocate_with": anchors[ps]})
+        group = next(planned, None)
+        anchor = anchors[group.ps if group else 0]
+        variable = next_creator(**{**kwargs, "colocate_with": anchor})
         if group is None or tuple(variable.shape) != group.shape:
             raise UsageError(
                 "build_model or build_optimizer made other variables when it was called again: "
@@ -167,7 +163,7 @@ def placed(placement: Placement) -> Iterator[None]:
             )
         return variable
 
-    with tf.variable_creator_scope(creator), split_into(len(anchors)):
+    with tf.variable_creator_scope(creator), tables_with(num_parts=len(anchors)):
         yield
 
 

@@ -4,6 +4,10 @@
     found = recovery.take_over(variables, identity, after_step=0)   # of a former chief, or None
     recovery.publish(variables, identity)           # from now on the next chief finds these
 
+Each ps has two lists (`NamedTensors`): the handles of its variables, and a record, which is JSON
+and says which variable is which. The record is the same on each ps, so it is found if any ps is
+left.
+
 A server learns of the death of a chief when its connections are closed, and then cancels the
 chief's graphs. If the host of the chief is silent, its graphs continue to the end of a call. So the
 next chief waits until nothing changes any more (`settled`).
@@ -21,7 +25,7 @@ from strategies.cluster.tf_config import Cluster
 from strategies.lost_peers import losses_explained
 from strategies.position import Reached
 from strategies.ps.former_rounds import read_rounds, values_at
-from strategies.ps.former_state import FormerState, PublishedState
+from strategies.ps.former_state import FormerState, FormerVariable, NamedTensors, ps_device
 from strategies.ps.former_tickets import read_tickets
 from strategies.ps.servers import end_servers
 from strategies.ps.standby import Standby
@@ -43,7 +47,7 @@ StoreProgress: TypeAlias = Callable[
 
 
 class ServerRecovery:
-    """Publishes the state of this chief; finds the state of the former one."""
+    """The state of a run on servers, which stay when the chief dies, for the next chief."""
 
     def __init__(
         self, cluster: Cluster, store_progress: StoreProgress, reached: Callable[[], Reached]
@@ -53,8 +57,10 @@ class ServerRecovery:
         `reached` returns how far the run has come, when no step is in flight.
         """
         self._cluster, self._store_progress, self._reached = cluster, store_progress, reached
-        self._published = PublishedState(cluster)
-        self._standby = Standby(self._published.devices)
+        self._devices = [ps_device(index) for index in sorted(cluster.jobs["ps"])]
+        self._handles = [NamedTensors(device, "variables") for device in self._devices]
+        self._records = [NamedTensors(device, "record") for device in self._devices]
+        self._standby = Standby(self._devices)
         # The arguments of `publish`; before it, there are none.
         self._saved: Sequence[tf.Variable] = ()
         self._identity = ""
@@ -68,9 +74,14 @@ class ServerRecovery:
     def take_over(
         self, variables: Sequence[tf.Variable], identity: str, after_step: int
     ) -> Reached | None:
-        """See strategies.base.Recovery."""
+        """Sets `variables` to the last complete step of a chief that has died.
+
+        If a server was lost, sets them to the last copy for standby. Returns None, and changes no
+        variable, if the servers have no state of the run `identity`, none of a complete step, or
+        none of a step after `after_step`. Called before `start`.
+        """
         with losses_explained():
-            former = self._former = self._published.find()
+            former = self._former = self._find()
             if former is None or not variables:
                 return None
             if former.facts["identity"] != identity:
@@ -98,9 +109,14 @@ class ServerRecovery:
     def publish(
         self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
     ) -> None:
-        """See strategies.base.Recovery."""
+        """Lets the next chief of this run take `variables` over if this process dies.
+
+        `variables` are all that a checkpoint has; if there are none, nothing is published.
+        `identity` is the same in each process of a run. With `has_standby`, `copy_to_standby` will
+        be called. Called once, after `start`.
+        """
         places = {variable.device for variable in variables}
-        if not places or not places.issubset(self._published.devices):
+        if not places or not places.issubset(self._devices):
             return
         self._saved, self._identity = variables, identity
         with losses_explained():
@@ -117,12 +133,46 @@ class ServerRecovery:
     def _publish(self) -> None:
         own, facts = self._store_progress(self._saved)
         facts |= {"identity": self._identity, "num_saved": len(self._saved)}
-        self._published.publish([*self._saved, *own], facts)
+        variables = [*self._saved, *own]
+        self._withdraw()
+        for stored in self._handles:
+            here = [v.handle for v in variables if v.device == stored.device]
+            stored.store([tf.constant(len(here)), *here])
+        places = [self._devices.index(variable.device) for variable in variables]
+        dtypes = [variable.dtype.name for variable in variables]
+        record = {"facts": facts, "places": places, "dtypes": dtypes, "ps": len(self._devices)}
+        for stored in self._records:
+            stored.store_json(record)
+
+    def _withdraw(self) -> None:
+        """Removes the records: a chief that comes now finds no state."""
+        for stored in self._records:
+            stored.clear()
+
+    def _find(self) -> FormerState | None:
+        """The state that was published; None if there is none.
+
+        Raises tf.errors.OpError if a ps does not answer.
+        """
+        records = (stored.load_json() for stored in self._records)
+        record = next((found for found in records if found), None)
+        if record is None or record["ps"] != len(self._devices):
+            return None
+        places, handles = record["places"], []
+        for ps, stored in enumerate(self._handles):
+            number = places.count(ps)
+            loaded = stored.load([tf.int32, *[tf.resource] * number])
+            handles.append(iter(loaded[1:] if loaded else [None] * number))
+        variables = [
+            FormerVariable(self._devices[place], tf.as_dtype(dtype), next(handles[place]))
+            for place, dtype in zip(places, record["dtypes"], strict=True)
+        ]
+        return FormerState(variables, record["facts"])
 
     @contextlib.contextmanager
     def withdrawn(self) -> Iterator[None]:
         """Within it the next chief finds no state: the variables are set back."""
-        self._published.withdraw()
+        self._withdraw()
         with losses_explained():
             self._standby.clear()
         yield
@@ -130,7 +180,7 @@ class ServerRecovery:
             self._publish()
 
     def copy_to_standby(self) -> None:
-        """See strategies.base.Recovery."""
+        """Copies the state to other servers, for `take_over` after the loss of a server."""
         if self._saved:
             with losses_explained():
                 self._standby.copy(self._reached())
@@ -138,7 +188,7 @@ class ServerRecovery:
     def return_to_complete_step(self) -> Reached | None:
         """Sets the variables back to the step that the next chief would find; None if to none."""
         with losses_explained():
-            former = self._published.find()
+            former = self._find()
             found = settled_values(former) if former else None
             if found is None:
                 return None
@@ -159,10 +209,14 @@ def settled_values(former: FormerState) -> tuple[Reached, list[tf.Tensor]] | Non
     step, if a server was lost, or if something has changed while the values were read.
     """
     reached = settled(former)
-    values = None if reached is None else former_values(former, reached.step)
-    if reached is None or values is None or read_once(former) != reached:
+    if reached is None:
         return None
-    return reached, values
+    # They share memory with the variables until these change.
+    if former.facts["kind"] == "synchronous":
+        values = values_at(former, reached.step)
+    else:
+        values = [variable.value() for variable in former.saved]
+    return None if values is None or read_once(former) != reached else (reached, values)
 
 
 def settled(former: FormerState) -> Reached | None:
@@ -180,17 +234,9 @@ def settled(former: FormerState) -> Reached | None:
 
 def read_once(former: FormerState) -> Reached | None:
     """How far the run of `former` has come; None if it is in the middle of a step."""
-    return _READERS[former.facts["kind"]](former) if former.has_all_variables else None
-
-
-def former_values(former: FormerState, step: int) -> list[tf.Tensor] | None:
-    """The values of the saved variables, on their servers; None if a server has not kept them.
-
-    They share memory with the variables until these change.
-    """
-    if former.facts["kind"] == "synchronous":
-        return values_at(former, step)
-    return [variable.value() for variable in former.saved]
+    if any(variable.handle is None for variable in former.variables):  # A ps has lost its own.
+        return None
+    return _READERS[former.facts["kind"]](former)
 
 
 def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:

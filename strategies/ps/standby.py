@@ -21,8 +21,7 @@ import tensorflow as tf
 
 from strategies.base import Tensor, read_now, value_of
 from strategies.position import Position, Reached
-from strategies.ps.former_state import FormerState, FormerVariable
-from strategies.ps.named_tensors import NamedTensors
+from strategies.ps.former_state import FormerState, FormerVariable, NamedTensors
 
 _GENERATIONS = (0, 1)
 

@@ -21,7 +21,7 @@ from data.system.errors import UsageError
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes
 from strategies.gradients.parts import Share, gradients_of_parts, totals_of_parts
-from strategies.tables import rows_read_as
+from strategies.tables import tables_with
 
 # Gradients, in the order of the learner's variables, and metric totals.
 _Computed = tuple[Sequence[Tensor], Tensor]
@@ -72,7 +72,7 @@ def compute_gradients(
     def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:
         # The scopes are entered here: the strategy calls this function on another thread, where
         # scopes of the caller have no effect.
-        with rows_read_as(read_dtype):
+        with tables_with(read_dtype=read_dtype):
             if not values:
                 with tf.control_dependencies([after]):
                     return in_parts(autograph(learner.gradients), batch)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from data.order import Order, replica_lanes
 from strategies.gradients.coalescing import Bucket
 from strategies.ps.former_rounds import kept_values
-from strategies.ps.named_tensors import NamedTensors
+from strategies.ps.former_state import NamedTensors
 from strategies.ps.protocol import (
     END,
     END_ASSIGNMENT,

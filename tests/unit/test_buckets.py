@@ -5,7 +5,7 @@ import math
 import pytest
 import tensorflow as tf
 
-from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb, bucket_layout
+from strategies.gradients.all_reduce import LEAST_BYTES, Network, best_bucket_mb, bucket_layout
 
 
 def test_buckets_are_filled_from_the_last_variable_on() -> None:

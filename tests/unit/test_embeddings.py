@@ -14,7 +14,7 @@ import tensorflow as tf
 from data.system.compat.keras_state import names_from_zero
 from strategies.position import Position
 from strategies.ps.placement import dry_run, place
-from strategies.tables import rows_read_as, split_into
+from strategies.tables import tables_with
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on
 from trainer.checkpoints.checkpointer import Checkpointer
@@ -65,7 +65,7 @@ def make_learner(
     """A model with a table of `parts` parts, all of them in this process."""
     keras.utils.set_random_seed(3)
     scope = replicas(replica).scope() if replica else contextlib.nullcontext()
-    with scope, split_into(parts):
+    with scope, tables_with(num_parts=parts):
         model = make_model(optimizer, **{"initializer": UNIFORM, **options})
         loss, sgd = sparse_categorical_crossentropy, keras.optimizers.SGD(0.1)
         return Learner(model, sgd, loss, {}, batch_size=BATCH, options=step_options)
@@ -129,7 +129,7 @@ def test_initial_rows_do_not_depend_on_the_number_of_parts(monkeypatch: pytest.M
 
 def test_state_that_the_forward_pass_changes_has_all_moving_statistics() -> None:
     ids = keras.Input((3,), dtype="int64")
-    with replicas(1).scope(), split_into(2):
+    with replicas(1).scope(), tables_with(num_parts=2):
         rows = keras.layers.Flatten()(ShardedEmbedding(ROWS, WIDTH)(ids))
         norm = keras.layers.BatchNormalization()
         model = keras.Model(ids, keras.layers.Dense(CLASSES)(norm(rows)))
@@ -277,11 +277,7 @@ def test_a_dry_run_makes_no_rows_and_each_server_gets_a_part() -> None:
     assert learner.model.get_layer("ids").weights[0].shape == (0, WIDTH)
     assert learner.model(IDS[0]).shape == (BATCH, CLASSES)
     placement = place(groups, 3, num_gradient_buffers=2)
-    parts = [
-        (g.shape, ps, g.num_bytes)
-        for g, ps in zip(placement.groups, placement.ps, strict=True)
-        if g.is_table
-    ]
+    parts = [(g.shape, g.ps, g.num_bytes) for g in placement.groups if g.is_table]
     # A row has 16 bytes, and as many in Adagrad's accumulator.
     assert parts == [((4, 4), 0, 128), ((4, 4), 1, 128), ((3, 4), 2, 96)]
     assert sum(placement.num_bytes) - 352 < 3 * 1024
@@ -347,7 +343,7 @@ def test_rows_of_a_feature_are_combined_and_padding_is_left_out(
 ) -> None:
     ids = np.array([[[3, 5, 3, -1], [7, -1, -1, -1]], [[-1, -1, -1, -1], [-1, 2, -1, 9]]])
     layer = ShardedEmbedding(rows, WIDTH, initializer=UNIFORM, combiner=combiner)
-    with split_into(2):
+    with tables_with(num_parts=2):
         found = layer(ids, training=True)
     table = np.asarray(layer(tf.range(ROWS)[:, tf.newaxis], training=True))
     expected = np.zeros((2, 2, WIDTH))
@@ -385,7 +381,7 @@ def test_gradients_are_those_at_rounded_rows(parts: int) -> None:
     (layer,) = expected.tables
     rows = layer.table.numpy()
     layer.table.assign(tf.cast(tf.cast(rows, tf.bfloat16), tf.float32))
-    with rows_read_as("bfloat16"):
+    with tables_with(read_dtype="bfloat16"):
         ours = learner.gradients(BATCHES[0])
     theirs = expected.gradients(BATCHES[0])
     exact = learner.gradients(BATCHES[0])
@@ -404,7 +400,7 @@ def test_rounded_rows_are_the_only_rows_that_are_sent() -> None:
     with tf.Graph().as_default() as graph:
         with tf.device(server):
             rows = tf.random.uniform([3, WIDTH])
-        with rows_read_as("float16"), tf.GradientTape() as tape:
+        with tables_with(read_dtype="float16"), tf.GradientTape() as tape:
             tape.watch(rows)
             sent = _rounded_on(server, rows)
         assert tape.gradient(sent, rows, tf.ones_like(sent)).dtype == tf.float32

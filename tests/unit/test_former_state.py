@@ -9,8 +9,14 @@ import tensorflow as tf
 
 from data.order import replica_lanes
 from strategies.position import Position, Reached
-from strategies.ps.former_rounds import Rounds, kept_values, position_of, stored_rounds
-from strategies.ps.former_state import FormerState, FormerVariable
+from strategies.ps.former_rounds import (
+    Rounds,
+    kept_values,
+    position_of,
+    stored_rounds,
+    values_at,
+)
+from strategies.ps.former_state import FormerState, FormerVariable, NamedTensors
 from strategies.ps.former_tickets import (
     DROPPED,
     EMPTY_ROW,
@@ -20,9 +26,8 @@ from strategies.ps.former_tickets import (
     open_after,
     store_handed_out,
 )
-from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.protocol import IDLE, WorkerSlot
-from strategies.ps.recovery import former_values, read_once, settled, settled_values
+from strategies.ps.recovery import read_once, settled, settled_values
 from strategies.ps.standby import Standby
 
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{index}" for index in range(2)]
@@ -120,9 +125,9 @@ def test_server_that_began_a_step_which_was_not_counted_has_the_values_before(ch
     reached = read_once(state)
     assert reached is not None
     assert reached.step == 7
-    assert [float(value) for value in former_values(state, 7) or []] == [7, 17, 27]
+    assert [float(value) for value in values_at(state, 7) or []] == [7, 17, 27]
     kept_values(device).store([tf.constant(6, tf.int64), *(v.value() for v in here)])
-    assert former_values(state, 7) is None, "values of another step"
+    assert values_at(state, 7) is None, "values of another step"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def round_alone(training: Training, first: int, of_replicas: list[Weights]) -> l
 def reference(
     training: Training, options: LocalStepsConfig, shares: tuple[float, float], num_rounds: int
 ) -> tuple[Weights, Weights]:
-    """The average and the momenta after some rounds, by the formula in strategies/local_rounds.py.
+    """The average and the momenta after some rounds, by the formula in strategies/local_steps.py.
 
     `shares` are the replicas' parts of the mean; their sum is 2.
     """

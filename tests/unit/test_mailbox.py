@@ -11,8 +11,8 @@ from data.system.cores import num_cores
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, ClusterError, Task, local_cluster
 from strategies.ps import servers
-from strategies.ps.mailbox import Mailbox
 from strategies.ps.servers import (
+    Mailbox,
     ask_chief_to_stop,
     check_versions,
     end_servers,

@@ -67,7 +67,7 @@ def test_gradients_of_synchronous_steps_count_where_their_variable_is() -> None:
 
 def test_largest_is_placed_first_and_on_the_emptiest_ps() -> None:
     placement = place(groups_of([1, 2, 3, 10, 4]), num_ps=2)
-    assert placement.ps == [1, 1, 1, 0, 1]
+    assert [group.ps for group in placement.groups] == [1, 1, 1, 0, 1]
     assert placement.num_bytes == [10, 10]
     table = placement.table().splitlines()
     assert table[0].startswith("ps 0: 10 bytes, 1 variables, the largest v3 [10]")

@@ -18,15 +18,17 @@ than the newest complete checkpoint. The next start of the run removes all lock 
 If the chief is left, the others let it write first: it has written all checkpoints so far.
 
 Under ps the variables are on the servers, which live on when the chief dies. The next chief finds
-the last complete step there (`Recovery.take_over`), and saves it, unless there is a checkpoint of
-that step or of a later one. Then the run resumes from the newest checkpoint, as after any end.
+the last complete step there (`ServerRecovery.take_over`), and saves it, unless there is a
+checkpoint of that step or of a later one. Then the run resumes from the newest checkpoint, as after
+any end.
 """
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from data.system import files
-from strategies.base import Executor, Recovery
+from strategies.base import Executor
 from strategies.cluster.peers import UnknownHostError, identify
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.position import Reached
@@ -35,6 +37,9 @@ from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
+
+if TYPE_CHECKING:
+    from strategies.ps.recovery import ServerRecovery
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +133,9 @@ def _is_dead(task: Task | None, cluster: Cluster) -> bool:
         return True
 
 
-def save_left_step(recovery: Recovery, learner: Learner, checkpointer: Checkpointer) -> None:
+def save_left_step(
+    recovery: "ServerRecovery", learner: Learner, checkpointer: Checkpointer
+) -> None:
     """Writes the state that a dead chief has left on the servers as a checkpoint, if it is newer.
 
     The variables have any values afterwards, so a checkpoint must be restored.

@@ -264,6 +264,6 @@ def _loads_with_standby(placement: "Placement", num_gradient_buffers: int) -> li
     A ps then also holds its own values of two copies, and those of the ps before it.
     """
     held = [0] * len(placement.num_bytes)
-    for group, ps in zip(placement.groups, placement.ps, strict=True):
-        held[ps] += group.num_bytes - num_gradient_buffers * group.gradient_bytes
+    for group in placement.groups:
+        held[group.ps] += group.num_bytes - num_gradient_buffers * group.gradient_bytes
     return [load + 2 * held[ps] + 2 * held[ps - 1] for ps, load in enumerate(placement.num_bytes)]

@@ -20,7 +20,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.system.compat.own_gradients import with_gradient
-from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
+from strategies.tables import making_part, part_rows, table_settings
 from trainer.embeddings.base import of_parts
 from trainer.embeddings.counting import add_lookup
 from trainer.embeddings.dynamic import DynamicTable
@@ -178,8 +178,8 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @override
     def build(self, input_shape: Sequence[int | None]) -> None:
-        total = num_parts()
-        self.stores_rows = has_rows()
+        total = table_settings().num_parts
+        self.stores_rows = table_settings().has_rows
         if self.is_dynamic:
             parts = [DynamicPart(self, index, total) for index in range(total)]
             object.__setattr__(self, "table", DynamicTable(parts, self))
@@ -292,7 +292,7 @@ class ShardedEmbedding(keras.layers.Layer):
         if not self.stores_rows:
             return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
 
-        if len(parts) == 1 and read_dtype() == "float32":
+        if len(parts) == 1 and table_settings().read_dtype == "float32":
             # No device: a program that loads the exported model may lack the one of this process.
             return self._rows_of_part(0, ids, training)
 
@@ -403,7 +403,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
 def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
     """`rows`, rounded on `device` to the type in which they are sent. No gradient is rounded."""
-    dtype = tf.as_dtype(read_dtype())
+    dtype = tf.as_dtype(table_settings().read_dtype)
     if dtype == tf.float32 or dtype.size >= rows.dtype.size:
         return rows
 

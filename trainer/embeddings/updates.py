@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from strategies.locks import free
-from strategies.tables import has_rows, making_part, part_rows
+from strategies.tables import making_part, part_rows, table_settings
 from trainer.embeddings.base import Table
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
@@ -58,7 +58,7 @@ class TablePart:
         """Makes a variable with `value` everywhere, [rows of the part, *inner]."""
         table = self.layer.table
         rows = part_rows(table.shape[0], self.index, len(table.parts))
-        made = [rows if has_rows() else 0, *inner]
+        made = [rows if table_settings().has_rows else 0, *inner]
         with making_part(self.index, (rows, *inner), beside=self.variable):
             return tf.Variable(
                 lambda: tf.fill(made, tf.constant(value)), trainable=False, name=name

@@ -26,7 +26,7 @@ from data.system.scratch import scratch_dir
 from data.system.stopwatch import Stopwatch
 from strategies.base import Batch
 from strategies.metrics import Metrics
-from strategies.tables import without_rows
+from strategies.tables import tables_with
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.config import ConfigError, Recipe
 from trainer.config_file import errors_explained, explained
@@ -167,7 +167,7 @@ def _why_not_made_again(model: keras.Model) -> str:
         return ""  # It can, and a large model needs a second.
 
     def make() -> None:
-        with tf.device("CPU:0"), without_rows(), warnings.catch_warnings():
+        with tf.device("CPU:0"), tables_with(has_rows=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # As when the model was made.
             keras.saving.deserialize_keras_object(json.loads(description), custom_objects=classes)
 

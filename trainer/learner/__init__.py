@@ -13,7 +13,6 @@ file may override of them:
 | objective.py | the loss, the penalties and the metric totals |
 | differentiation.py | the gradient: at given values, in micro-batches, compiled by XLA |
 | update.py | clipping, weight decay, the optimizer, moving averages, the count of the step |
-| local_steps.py | the average over replicas that train alone between two sums |
 
 A step descends along the gradient of
 
@@ -28,6 +27,7 @@ B is the number of examples of a replica's part of a batch.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import keras
@@ -38,11 +38,11 @@ import tensorflow as tf
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Batch
+from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics
 from trainer.embeddings.counting import begin_counting
 from trainer.embeddings.table import Rows
 from trainer.learner.differentiation import Differentiation
-from trainer.learner.local_steps import LocalSteps
 from trainer.learner.objective import Objective
 from trainer.learner.update import Update
 from trainer.learner.variables import ModelVariables
@@ -146,9 +146,8 @@ class Learner:
         self.local_steps: LocalSteps | None = None
         if options.local_steps.chosen:
             others = self._changed_besides()
-            self.local_steps = LocalSteps(
-                options.local_steps, self.variables, others, options.last_step
-            )
+            chosen = dataclasses.asdict(options.local_steps)
+            self.local_steps = LocalSteps(self.variables, others, options.last_step, **chosen)
         self._differentiation = Differentiation(
             self, variables, micro_batches=options.micro_batches
         )

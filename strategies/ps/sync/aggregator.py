@@ -24,7 +24,7 @@ import tensorflow as tf
 from data.tickets import TicketSource
 from strategies.base import Learner, Tensor, read_now
 from strategies.ps.former_rounds import Rounds
-from strategies.ps.named_tensors import NamedTensors
+from strategies.ps.former_state import NamedTensors
 from strategies.ps.protocol import (
     END,
     END_ASSIGNMENT,

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any  # Any: futures of different results.
 
 import numpy as np
@@ -83,7 +83,8 @@ class SynchronousExecutor(ParameterServerExecutor):
         self._num_gradient_buffers = self._num_slots
         self._shares_workers = self.num_replicas < self._num_slots
         self._next_slot = 0  # The worker slot whose loop begins next, if slots share workers.
-        self._loops = _WorkerLoops(lambda slot: self._buffers.end_loop(slot))
+        # The future EndReason of each worker slot whose loop was not seen to end.
+        self._running: dict[int, concurrent.futures.Future[int]] = {}
         self._next_attempt = 0
         # Workers that were seen since some were found missing; None while no worker is missing.
         self._seen_workers: set[int] | None = set() if self._shares_workers else None
@@ -214,11 +215,14 @@ class SynchronousExecutor(ParameterServerExecutor):
         has_last = self._slots.end_reason != EndReason.CONTINUES
         # These have done their last assignment and end without END_ASSIGNMENT, which would stay in
         # the queue for the next loop of that worker slot.
-        self._loops.wait_for_all(np.flatnonzero(is_idle & has_last), self._secs_per_round)
-        self._loops.take_ended()
+        may_end = is_idle & has_last
+        ending = [future for slot, future in self._running.items() if may_end[slot]]
+        timeout_secs = min(_POLL_SECS, max(_SHUTDOWN_GRACE_SECS, 4 * self._secs_per_round))
+        concurrent.futures.wait(ending, timeout_secs)
+        self._take_ended()
         for slot in range(self._num_slots):
-            self._slots.is_old[slot] = slot in self._loops.running
-            if slot in self._loops.running:
+            self._slots.is_old[slot] = slot in self._running
+            if slot in self._running:
                 if is_idle[slot] or not has_last[slot]:
                     self._buffers.end_loop(slot)
             elif is_idle[slot]:
@@ -235,14 +239,16 @@ class SynchronousExecutor(ParameterServerExecutor):
         Sends a NUDGE when the step counter has not changed for `patience` seconds.
         """
         progressed, step = time.monotonic(), -1
-        old = set(self._loops.running)
+        old = set(self._running)
         done: set[int] = set()  # Slots whose loop of this call ended with the last round.
         while not aggregator.done():
             for slot in self._slots_to_begin(done):
                 self._begin_loop(slot, plan, num_rounds)
             patience = max(_PATIENCE_SECS, 4 * self._secs_per_round)
-            self._loops.wait_for_any(aggregator, progressed + patience - time.monotonic())
-            ended = self._loops.take_ended()
+            futures: list[concurrent.futures.Future[Any]] = [aggregator, *self._running.values()]
+            timeout_secs = progressed + patience - time.monotonic()
+            concurrent.futures.wait(futures, timeout_secs, concurrent.futures.FIRST_COMPLETED)
+            ended = self._take_ended()
             final = {slot for slot, reason in ended.items() if reason == EndReason.FINAL}
             done |= final - old
             old -= set(ended)
@@ -264,8 +270,8 @@ class SynchronousExecutor(ParameterServerExecutor):
         slots = [(self._next_slot + i) % self._num_slots for i in range(self._num_slots)]
         needed = [slot for slot in slots if slot not in done]
         if not self._shares_workers:
-            return [slot for slot in needed if slot not in self._loops.running]
-        found = list(itertools.takewhile(lambda slot: slot not in self._loops.running, needed))
+            return [slot for slot in needed if slot not in self._running]
+        found = list(itertools.takewhile(lambda slot: slot not in self._running, needed))
         if found:
             self._next_slot = (found[-1] + 1) % self._num_slots
         return found
@@ -282,12 +288,39 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._secs_per_round = _FIRST_ROUND_SECS
         inputs = loop.inputs(slot, *plan)
         with tf.device(self.io_device):
-            self._loops.begin(slot, self._coordinator.schedule(loop.graph, args=(inputs,)))
+            ending = self._coordinator.schedule(loop.graph, args=(inputs,))
+        self._running[slot] = in_background(lambda: int(fetched(ending)))
+
+    def _take_ended(self) -> dict[int, int]:
+        """Forgets the loops that have ended; returns the EndReasons by worker slot.
+
+        Raises:
+            PeerLostError: a loop failed because a parameter server was lost.
+        """
+        ended = {slot: future for slot, future in self._running.items() if future.done()}
+        for slot in ended:
+            del self._running[slot]
+        with losses_explained():
+            return {slot: future.result() for slot, future in ended.items()}
+
+    def _end_loops(self) -> None:
+        """Tells all loops to end, after some time to end by themselves.
+
+        Must be called again until no loop is left: the worker that was told may have died, and
+        another one may have taken over its loop.
+        """
+        concurrent.futures.wait(self._running.values(), timeout=_SHUTDOWN_GRACE_SECS)
+        self._take_ended()
+        with losses_explained():
+            for slot in self._running:
+                self._buffers.end_loop(slot)
 
     @override
     def _drain(self) -> None:
         """A gradient that arrives after the step counter was set back would seem to be in time."""
-        self._loops.drain()
+        while self._running:
+            self._end_loops()
+            concurrent.futures.wait(self._running.values(), timeout=_POLL_SECS)
 
     @override
     def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
@@ -297,10 +330,10 @@ class SynchronousExecutor(ParameterServerExecutor):
         def end_loops() -> None:
             while not is_over.wait(_POLL_SECS):
                 with contextlib.suppress(PeerLostError):  # The evaluation raises it too.
-                    self._loops.end_all()
+                    self._end_loops()
 
-        self._loops.end_all()
-        if not self._loops.running:
+        self._end_loops()
+        if not self._running:
             return super()._evaluate(first_batch, num_batches)
         ending = in_background(end_loops)
         try:
@@ -343,63 +376,3 @@ class SynchronousExecutor(ParameterServerExecutor):
         tickets = pack_tickets(self._source, begin, count, self._lanes)
         self._tickets[begin] = (begin + count, tickets)
         return begin + count
-
-
-class _WorkerLoops:
-    """The worker loops that run for this chief.
-
-    `running` has the future EndReason of each worker slot whose loop was not seen to end.
-    """
-
-    def __init__(self, end: Callable[[int], None]) -> None:
-        """`end` tells the loop of a worker slot to end after the assignments in its queue."""
-        self._end = end
-        self.running: dict[int, concurrent.futures.Future[int]] = {}
-
-    def begin(self, slot: int, remote_value: tf.distribute.coordinator.RemoteValue) -> None:
-        """Waits for the loop of `slot` from now on, on a thread."""
-        self.running[slot] = in_background(lambda: int(fetched(remote_value)))
-
-    def take_ended(self) -> dict[int, int]:
-        """Forgets the loops that have ended; returns their EndReasons.
-
-        Raises:
-            PeerLostError: a loop failed because a parameter server was lost.
-        """
-        ended = {slot: future for slot, future in self.running.items() if future.done()}
-        for slot in ended:
-            del self.running[slot]
-        with losses_explained():
-            return {slot: future.result() for slot, future in ended.items()}
-
-    def wait_for_any(self, other: concurrent.futures.Future[Any], timeout_secs: float) -> None:
-        """Waits until a loop or `other` has ended."""
-        futures: list[concurrent.futures.Future[Any]] = [other, *self.running.values()]
-        concurrent.futures.wait(futures, timeout_secs, concurrent.futures.FIRST_COMPLETED)
-
-    def wait_for_all(self, slots: Collection[int], secs_per_round: float) -> None:
-        """Waits until the loops of `slots`, which have their last assignment, have ended.
-
-        Returns after the time of four rounds at most, and after a second in any case.
-        """
-        timeout_secs = min(_POLL_SECS, max(_SHUTDOWN_GRACE_SECS, 4 * secs_per_round))
-        futures = [future for slot, future in self.running.items() if slot in slots]
-        concurrent.futures.wait(futures, timeout=timeout_secs)
-
-    def end_all(self) -> None:
-        """Tells all loops to end, after some time to end by themselves.
-
-        Must be called again until no loop is left: the worker that was told may have died, and
-        another one may have taken over its loop.
-        """
-        concurrent.futures.wait(self.running.values(), timeout=_SHUTDOWN_GRACE_SECS)
-        self.take_ended()
-        with losses_explained():
-            for slot in self.running:
-                self._end(slot)
-
-    def drain(self) -> None:
-        """Ends all loops, and returns when none is left."""
-        while self.running:
-            self.end_all()
-            concurrent.futures.wait(self.running.values(), timeout=_POLL_SECS)
