@@ -93,11 +93,7 @@ def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     inputs, specs, learner = build_session(spec.recipe, inputs, executor.build)
     build.check_for_strategy(
-        learner,
-        spec.recipe,
-        strategy=spec.strategy,
-        num_workers=executor.num_replicas,
-        read_dtype=spec.transfer.read_dtype,
+        learner, spec.recipe, spec.strategy, executor.num_replicas, spec.transfer.read_dtype
     )
     choose_compilation(learner, spec.recipe, inputs.train, is_cluster=spec.cluster is not None)
     if not spec.is_checked:
