@@ -145,7 +145,7 @@ def restore(
     recipe.config.data_dir = data_dir or recipe.config.data_dir
     recipe.config.data.eval_split = split or recipe.config.data.eval_split
     recipe.config.warm_start.path = ""  # The weights come from the checkpoint.
-    reader = open_evaluation(recipe)
+    reader = open_evaluation(recipe, recipe.config.data.eval_split)
     executor = MirroredExecutor.on(replica_devices(1, min(1, use_gpus(None))))
     inputs, specs, learner = build_session(recipe, Inputs(reader, reader), executor.build)
     checkpointer = build_checkpointer(recipe, model_dir, inputs, learner)
