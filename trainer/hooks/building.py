@@ -20,13 +20,12 @@ from trainer.config import Config, ConfigError, Recipe, flatten
 from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
 from trainer.hooks.callbacks import Callbacks, build_callbacks
-from trainer.hooks.console import Console
+from trainer.hooks.console import Console, NotebookBar, is_kernel
 from trainer.hooks.digest import DigestLines
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
 from trainer.hooks.inspect import Histograms, Profile
-from trainer.hooks.notebook import NotebookBar, is_kernel
 from trainer.hooks.progress import progress_writers
 from trainer.hooks.report import Report
 from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint

@@ -7,15 +7,17 @@ answer for minutes, and its client may raise any error. Neither may stop or slow
 the end of a run the last reports are waited for, but not for long.
 """
 
+import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
+from data.system.files import exists, join, read_text, replace_file
 from data.system.satellites import of_satellite
 from trainer.config import Recipe
 from trainer.config_file import errors_explained
@@ -26,9 +28,47 @@ from trainer.step.options import ConfigError
 
 log = logging.getLogger(__name__)
 
+PROJECT = "tf-distribution-trainer"
+_IDS = "trackers.json"  # The ids with which a resumed run continues in its trackers.
 _MOST_WAITING = 10_000  # Reports; the oldest are dropped.
 _END_SECS = 30.0
 _CLASSES = {"mlflow": "MLflow", "wandb": "WandB"}  # In trainer/hooks/trackers/NAME.py.
+
+
+class Tracker(Writer):
+    """A writer that continues its run in a tracker when the run is resumed."""
+
+    def __init__(
+        self, model_dir: str, document: Mapping[str, Any], is_complete: Callable[[], bool]
+    ) -> None:
+        """`document` is the contents of config.json. `is_complete`: see build_trackers."""
+        self._model_dir, self._document, self._is_complete = model_dir, document, is_complete
+
+
+def remembered(model_dir: str) -> dict[str, str]:
+    """The ids by the name of the tracker; without those that cannot be read."""
+    path = join(model_dir, _IDS)
+    if not exists(path):
+        return {}
+    try:
+        return {str(name): str(value) for name, value in json.loads(read_text(path)).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def remember(model_dir: str, tracker: str, run_id: str) -> None:
+    """Writes the id of the run in `tracker`. Raises OSError if that fails."""
+    ids = {**remembered(model_dir), tracker: run_id}
+    replace_file(join(model_dir, _IDS), f"{json.dumps(ids, indent=2)}\n".encode())
+
+
+def numbers(split: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a report as `train/loss`, and `train/worker_share/worker 0`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from numbers(f"{split}/{name}", value)
+        elif isinstance(value, (int, float)):
+            yield f"{split}/{name}", float(value)
 
 
 def build_trackers(
