@@ -50,8 +50,15 @@ def restore_newest(parts: Parts) -> Saved | None:
     if is_chief:
         with disk_errors_explained(model_dir):
             remove_tree(parts.checkpointer.staging)
-        if not saved:
-            _warn_if_begun_before(files)
+        _, reported = progress_of(model_dir)
+        if reported and not saved:  # A report needs a step.
+            log.warning(
+                "%s has reports up to step %s, but %s has no complete checkpoint: none was saved "
+                "yet, or they were deleted. Training begins anew at step 0.",
+                files.metrics,
+                f"{reported:,}",
+                files.checkpoints,
+            )
     return saved
 
 
@@ -105,19 +112,6 @@ def restore_together(
     if saved and isinstance(rate, keras.Variable):
         rate.assign(given)
     return saved
-
-
-def _warn_if_begun_before(files: RunFiles) -> None:
-    """Warns that training begins anew if the run has reports, which need a step, already."""
-    _, reported = progress_of(files.model_dir)
-    if reported:
-        log.warning(
-            "%s has reports up to step %s, but %s has no complete checkpoint: none was saved yet, "
-            "or they were deleted. Training begins anew at step 0.",
-            files.metrics,
-            f"{reported:,}",
-            files.checkpoints,
-        )
 
 
 def train_recovering(parts: Parts, hooks: Sequence[Hook]) -> int:

@@ -24,6 +24,7 @@ from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.hooks.tracker_names import names_of
 from trainer.hooks.writers import Values, Writer
+from trainer.run_files import Document
 from trainer.step.options import ConfigError
 
 log = logging.getLogger(__name__)
@@ -38,10 +39,8 @@ _CLASSES = {"mlflow": "MLflow", "wandb": "WandB"}  # In trainer/hooks/trackers/N
 class Tracker(Writer):
     """A writer that continues its run in a tracker when the run is resumed."""
 
-    def __init__(
-        self, model_dir: str, document: Mapping[str, Any], is_complete: Callable[[], bool]
-    ) -> None:
-        """`document` is the contents of config.json. `is_complete`: see build_trackers."""
+    def __init__(self, model_dir: str, document: Document, is_complete: Callable[[], bool]) -> None:
+        """The arguments are those of build_trackers."""
         self._model_dir, self._document, self._is_complete = model_dir, document, is_complete
 
 
@@ -72,15 +71,12 @@ def numbers(split: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]
 
 
 def build_trackers(
-    recipe: Recipe,
-    model_dir: str,
-    document: Mapping[str, Any],  # config.json: JSON values.
-    *,
-    is_complete: Callable[[], bool],
+    recipe: Recipe, model_dir: str, document: Document, *, is_complete: Callable[[], bool]
 ) -> list[Writer]:
     """The trackers of the config, and the writers of `build_writers`, each in the background.
 
-    `is_complete` is asked at the end: True if training is complete.
+    `document` is the contents of config.json. `is_complete` is asked at the end: True if training
+    is complete.
 
     Raises ConfigError if build_writers fails, or does not return writers.
     """

@@ -116,41 +116,32 @@ def _progress(status: Status, width: int, is_ascii: bool) -> Text:
 
 
 def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
-    lines: list[tuple[str, list[float], list[float], Callable[[float], str]]] = [
+    """A line for each metric: its name, its last values, and its curve if there is room."""
+    metrics: list[tuple[str, list[float], list[float], Callable[[float], str]]] = [
         (name, status.curve("train", name), status.curve("eval", name), _four_digits)
         for name in status.metrics()
     ]
     if rates := status.curve("train", "examples_per_sec"):
-        lines.insert(2, ("examples/s", rates, [], "{:,.0f}".format))  # Small screens cut the end.
-    has_evaluations = any(evaluated for _, _, evaluated, _ in lines)
-    eval_width = 14 if width >= 44 and has_evaluations else 0
-    return [_metric(*line, width, eval_width, is_ascii) for line in lines]
+        # Small screens cut the end.
+        metrics.insert(2, ("examples/s", rates, [], "{:,.0f}".format))
+    shows_evaluations = width >= 44 and any(evaluated for _, _, evaluated, _ in metrics)
+    lines = []
+    for name, train, evaluated, form in metrics:
+        line = Text(f"{name[:_NAME_WIDTH]:{_NAME_WIDTH}}", no_wrap=True)
+        line.append(f"{form(train[-1]) if train else '':>10}", "bold")
+        if shows_evaluations:
+            line.append(f"  {f'eval {form(evaluated[-1])}' if evaluated else '':14}", "cyan")
+        room = min(_MAX_CURVE, width - len(line) - 2)
+        if room >= _MIN_CURVE:
+            blocks = ASCII_BLOCKS if is_ascii else BLOCKS
+            line.append(f"  {sparkline(train or evaluated, room, blocks, name=name)}", "blue")
+        lines.append(line)
+    return lines
 
 
 def _four_digits(value: float) -> str:
     """`0.0123`; `4.18e-06` where it would be 0.0000."""
     return f"{value:.4f}" if value == 0 or not abs(value) < 0.0005 else f"{value:.2e}"
-
-
-def _metric(
-    name: str,
-    train: Sequence[float],
-    evaluated: Sequence[float],
-    form: Callable[[float], str],
-    width: int,
-    eval_width: int,
-    is_ascii: bool,
-) -> Text:
-    line = Text(f"{name[:_NAME_WIDTH]:{_NAME_WIDTH}}", no_wrap=True)
-    line.append(f"{form(train[-1]) if train else '':>10}", "bold")
-    if eval_width:
-        text = f"eval {form(evaluated[-1])}" if evaluated else ""
-        line.append(f"  {text:{eval_width}}", "cyan")
-    room = min(_MAX_CURVE, width - len(line) - 2)
-    if room >= _MIN_CURVE:
-        blocks = ASCII_BLOCKS if is_ascii else BLOCKS
-        line.append(f"  {sparkline(train or evaluated, room, blocks, name=name)}", "blue")
-    return line
 
 
 def _tasks(status: Status, width: int, height: int) -> list[Text]:
