@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data.system import object_store
+from data.system.background import repeating
 from data.system.files import exists, is_s3, join
 from trainer.run_files import local_dir
 
@@ -41,19 +42,10 @@ def uploading_reports(
     upload = ReportUpload(local_dir(model_dir), model_dir, names)
     if resumes:
         upload.fetch(resumes)
-    stop = threading.Event()
-
-    def run() -> None:
-        while not stop.wait(_SECS):
-            upload.sync()
-
-    thread = threading.Thread(target=run, name="report-upload", daemon=True)
-    thread.start()
     try:
-        yield upload.sync
+        with repeating(upload.sync, _SECS):
+            yield upload.sync
     finally:
-        stop.set()
-        thread.join()
         upload.close()
 
 
