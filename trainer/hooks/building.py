@@ -22,7 +22,7 @@ from trainer.hooks.base import Hook
 from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.console import Console, NotebookBar, is_kernel
 from trainer.hooks.digest import DigestLines
-from trainer.hooks.evaluate import EarlyStop, Evaluate
+from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
 from trainer.hooks.inspect import Histograms, Profile
@@ -96,10 +96,9 @@ def shared_hooks(
             checkpointer=checkpointer,
             history=history,
             save=save,
+            early_stopping=config.early_stopping,
         )
         hooks.append(evaluate)
-        if config.early_stopping.patience:
-            hooks.append(EarlyStop(evaluate, config.early_stopping))
     if callbacks := build_callbacks(parts.spec.recipe):
         hook = Callbacks(
             parts.executor,
