@@ -161,15 +161,12 @@ def _tasks(status: Status, width: int, height: int) -> list[Text]:
         if len(columns) <= 2 or sum(len(cells[0]) + 2 for cells in columns.values()) - 2 <= width:
             break
         columns.pop(title, None)
-    rows = [Text("  ".join(cells[0] for cells in columns.values()).rstrip(), "dim", no_wrap=True)]
-    for number in range(1, len(tasks) + 1):
-        line = Text(no_wrap=True)
-        for title, cells in columns.items():
-            is_state = title == "state"
-            line.append(cells[number], _STYLES.get(cells[number].strip(), "") if is_state else "")
-            line.append("  ")
-        line.rstrip()
-        rows.append(line)
+    rows = [
+        Text("  ".join(row).rstrip(), no_wrap=True) for row in zip(*columns.values(), strict=True)
+    ]
+    rows[0].stylize("dim")
+    for row, task in zip(rows[1:], tasks, strict=True):
+        row.highlight_words([task.state], _STYLES.get(task.state, ""))
     return rows + more
 
 
