@@ -51,7 +51,7 @@ def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Pending]) -> str
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = importlib.resources.files("trainer.report").joinpath("page.html").read_text()
     documents = [run.summary for run in runs]
-    versions = [run.versions() for run in runs]
+    versions = [dict(run.config.get("versions") or {}) for run in runs]
     names = sorted({name for found in versions for name in found})
     return environment.from_string(source).render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",

@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from time import localtime, strftime
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -229,7 +228,3 @@ class RunSeries:
             "host": str(self.config.get("host") or "-"),
             "GPU memory": f"{peak / 2**30:.1f} GiB" if peak else "-",
         }
-
-    def versions(self) -> dict[str, Any]:  # Any: JSON values.
-        """The versions that config.json names."""
-        return dict(self.config.get("versions") or {})
