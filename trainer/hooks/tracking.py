@@ -84,22 +84,19 @@ def build_trackers(
     for name in names_of(recipe.config.trackers):
         tracker = of_satellite(f"trainer.hooks.trackers.{name}", _CLASSES[name])
         writers.append(Background(tracker(model_dir, document, is_complete), name))
-    return writers + [Background(w, type(w).__name__) for w in _writers_of_user(recipe, model_dir)]
-
-
-def _writers_of_user(recipe: Recipe, model_dir: str) -> list[Writer]:
     if recipe.build_writers is None:
-        return []
+        return writers
     what = f"build_writers(config, model_dir) of {recipe.path}"
     with errors_explained(what):
         returned = recipe.build_writers(recipe.config, model_dir)
-        writers = list(returned) if isinstance(returned, Iterable) else [returned]
-    for writer in writers:
+        of_user = list(returned) if isinstance(returned, Iterable) else [returned]
+    for writer in of_user:
         if not isinstance(writer, Writer):
             raise ConfigError(
                 f"{what} must return a list of trainer.Writer, but one is {writer!r}. Derive its "
                 "class from trainer.Writer, and define write(self, step, split, values)."
             )
+        writers.append(Background(writer, type(writer).__name__))
     return writers
 
 
