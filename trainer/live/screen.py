@@ -35,7 +35,7 @@ def lines_of(status: Status, width: int, height: int, *, is_ascii: bool = False)
     """Returns at most `height` lines of at most `width` characters."""
     head = [_progress(status, width, is_ascii)]
     if height >= 6:
-        head.insert(0, _title(status, width))
+        head.insert(0, _title(status))
     left = height - len(head)
     metrics = _metrics(status, width, is_ascii)[: max(1, left // 3)]
     left -= len(metrics)
@@ -74,7 +74,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS, *, name
     return "".join(blocks[round((mean - least) * scale)] for mean in means)
 
 
-def _title(status: Status, width: int) -> Text:
+def _title(status: Status) -> Text:
     line = Text(no_wrap=True)
     if config := status.config:
         name = os.path.basename(str(config.get("recipe", "")))
