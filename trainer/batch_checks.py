@@ -24,10 +24,7 @@ from trainer.step.losses import PerExample
 
 
 def check_batches(
-    inputs: Inputs,
-    learner: Learner,
-    recipe: Recipe,
-    strategy: tf.distribute.Strategy | None = None,
+    inputs: Inputs, learner: Learner, recipe: Recipe, strategy: tf.distribute.Strategy | None = None
 ) -> None:
     """Puts the first batch of each split through `learner`'s model, loss and metrics.
 

@@ -52,12 +52,7 @@ _IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile", "cl
 
 
 def check_for_strategy(
-    learner: Learner,
-    recipe: Recipe,
-    *,
-    strategy: str,
-    num_workers: int,
-    read_dtype: str,
+    learner: Learner, recipe: Recipe, strategy: str, num_workers: int, read_dtype: str
 ) -> None:
     """Raises ConfigError if `learner`, of `recipe`, cannot train as the flags say."""
     config = recipe.config

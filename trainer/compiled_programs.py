@@ -16,12 +16,13 @@ import gzip
 import hashlib
 import os
 import platform
-import threading
 import zlib
 from collections.abc import Iterator
+from functools import partial
 
 import tensorflow as tf
 
+from data.system.background import repeating
 from data.system.compat.program_cache import PROGRAM_CACHE, as_text, has_program_cache
 from data.system.cores import num_cores
 from data.system.files import is_url, replace_file
@@ -43,21 +44,13 @@ def kept_programs(model_dir: str, num_threads: int | None) -> Iterator[None]:
         return
     prefix = os.path.join(RunFiles(model_dir).compiled, f"{_processors(num_threads)}.")
     found = _read(prefix)
-    is_over = threading.Event()
-
-    def keep_new() -> None:
-        while not is_over.wait(_LOOK_EVERY_SECS):
-            _keep(prefix, found)
-
-    # A thread, because a ps worker has no loop of its own, and a kill may come at any time.
-    thread = threading.Thread(target=keep_new, name="compiled programs", daemon=True)
-    thread.start()
+    keep_new = partial(_keep, prefix, found)
     try:
-        yield
+        # On a thread, because a ps worker has no loop of its own, and a kill may come at any time.
+        with repeating(keep_new, _LOOK_EVERY_SECS):
+            yield
     finally:
-        is_over.set()
-        thread.join()
-        _keep(prefix, found)
+        keep_new()
 
 
 def _read(prefix: str) -> set[str]:

@@ -91,36 +91,31 @@ def open_inputs(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = Fals
     Raises DataError if the data is missing, incomplete, or cannot be parsed without a `parse`.
     """
     config, data = recipe.config, recipe.config.data
-    directory = data_dir(config)
     _prepare_if_missing(config)
-    train_split = _open_split(recipe, data.train_split, copies_all=copies_all)
-    order = Order(
-        shard_lengths=train_split.shard_lengths,
-        chunk_examples=train_split.chunk_examples,
+    opened, evaluation = (
+        open_evaluation(recipe, name, num_threads, copies_all=copies_all)
+        for name in (data.train_split, data.eval_split)
+    )
+    order = dataclasses.replace(
+        opened.order,
         batch_size=config.batch_size,
         lanes=num_lanes(config),
-        window_batches=data.window_batches,
         seed=config.seed,
         shuffle=data.shuffle,
     )
-    train = Reader(
-        train_split,
-        order,
-        parse_of(recipe, directory, all_if_unclear=True),
-        num_threads,
-        augment=recipe.augment,
-        cache_bytes=data.cache_bytes,
-        prefetch_batches=data.prefetch_batches,
+    train = dataclasses.replace(
+        opened, order=order, augment=recipe.augment, cache_bytes=data.cache_bytes
     )
-    evaluation = open_evaluation(recipe, num_threads, copies_all=copies_all)
-    skipped = {"train": train_split.num_skipped, "eval": evaluation.split.num_skipped}
+    skipped = {"train": train.split.num_skipped, "eval": evaluation.split.num_skipped}
     return Inputs(train, evaluation, skipped if data.on_corrupt == SKIP else None)
 
 
-def open_evaluation(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = False) -> Reader:
-    """Opens only the split that `recipe` evaluates; arguments and errors as of `open_inputs`."""
+def open_evaluation(
+    recipe: Recipe, name: str, num_threads: int = 0, *, copies_all: bool = False
+) -> Reader:
+    """Opens split `name` as it is evaluated; other arguments and errors as of `open_inputs`."""
     config = recipe.config
-    split = _open_split(recipe, config.data.eval_split, copies_all=copies_all)
+    split = _open_split(recipe, name, copies_all=copies_all)
     batch_size = config.eval_batch_size or config.batch_size
     order = Order(
         shard_lengths=split.shard_lengths,
@@ -131,13 +126,9 @@ def open_evaluation(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = 
         seed=0,
         shuffle=False,
     )
-    return Reader(
-        split,
-        order,
-        parse_of(recipe, data_dir(config), all_if_unclear=True),
-        num_threads,
-        prefetch_batches=config.data.prefetch_batches,
-    )
+    parse = parse_of(recipe, data_dir(config), all_if_unclear=True)
+    prefetch_batches = config.data.prefetch_batches
+    return Reader(split, order, parse, num_threads, prefetch_batches=prefetch_batches)
 
 
 def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split:

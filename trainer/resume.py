@@ -1,7 +1,7 @@
 """The checkpoint that a run resumes from, the same in all tasks: at its start, and after a NaN.
 
     saved = restore_newest(parts)
-    step = train_recovering(executor, learner, checkpointer, hooks, order, config)
+    step = train_recovering(parts, hooks)
 
 After a NaN, training goes back to the newest complete checkpoint, and skips all examples that were
 consumed since, as PaLM did at loss spikes (Chowdhery et al., 2022, section 5.1).
@@ -16,7 +16,6 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from data.order import Order
 from data.system.files import exists, is_url, remove_tree
 from strategies.base import Executor
 from strategies.position import Position
@@ -25,7 +24,6 @@ from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.survivors import save_left_step
-from trainer.config import Config
 from trainer.hooks.base import Hook
 from trainer.hooks.building import Parts
 from trainer.learner import Learner
@@ -52,8 +50,15 @@ def restore_newest(parts: Parts) -> Saved | None:
     if is_chief:
         with disk_errors_explained(model_dir):
             remove_tree(parts.checkpointer.staging)
-        if not saved:
-            _warn_if_begun_before(files)
+        _, reported = progress_of(model_dir)
+        if reported and not saved:  # A report needs a step.
+            log.warning(
+                "%s has reports up to step %s, but %s has no complete checkpoint: none was saved "
+                "yet, or they were deleted. Training begins anew at step 0.",
+                files.metrics,
+                f"{reported:,}",
+                files.checkpoints,
+            )
     return saved
 
 
@@ -109,37 +114,18 @@ def restore_together(
     return saved
 
 
-def _warn_if_begun_before(files: RunFiles) -> None:
-    """Warns that training begins anew if the run has reports, which need a step, already."""
-    _, reported = progress_of(files.model_dir)
-    if reported:
-        log.warning(
-            "%s has reports up to step %s, but %s has no complete checkpoint: none was saved yet, "
-            "or they were deleted. Training begins anew at step 0.",
-            files.metrics,
-            f"{reported:,}",
-            files.checkpoints,
-        )
-
-
-def train_recovering(
-    executor: Executor,
-    learner: Learner,
-    checkpointer: Checkpointer,
-    hooks: Sequence[Hook],
-    order: Order,
-    config: Config,
-) -> int:
+def train_recovering(parts: Parts, hooks: Sequence[Hook]) -> int:
     """`train`, but goes back after a NonFiniteLossError, `recover_from_nan` times in a run at most.
 
     Raises it if no recovery is left, none is allowed, or there is no checkpoint to go back to.
     """
+    executor, config = parts.executor, parts.spec.recipe.config
     steps, most_recoveries = config.train_steps, config.recover_from_nan
     while True:
         try:
             # Sums overlap within a call only; hooks say when it must end.
             per_call = steps if config.local_steps.overlap else config.steps_per_call
-            return train(executor, learner, hooks, steps=steps, steps_per_call=per_call)
+            return train(executor, parts.learner, hooks, steps=steps, steps_per_call=per_call)
         except NonFiniteLossError as error:
             num_recoveries = len(executor.position.skipped)
             if not most_recoveries:
@@ -149,22 +135,16 @@ def train_recovering(
                     f"{error} Training had gone back {num_recoveries} time(s) before "
                     f"(--config.recover_from_nan={most_recoveries})."
                 ) from error
-            _go_back(executor, learner, checkpointer, order, error)
+            _go_back(parts, error)
 
 
-def _go_back(
-    executor: Executor,
-    learner: Learner,
-    checkpointer: Checkpointer,
-    order: Order,
-    error: NonFiniteLossError,
-) -> None:
+def _go_back(parts: Parts, error: NonFiniteLossError) -> None:
     def restore() -> tuple[Position, WorkerStats]:
-        end = executor.position
-        saved = restore_together(executor, checkpointer, learner)
+        end = parts.executor.position
+        saved = restore_together(parts.executor, parts.checkpointer, parts.learner)
         if saved is None:
             raise NonFiniteLossError(f"{error} There is no checkpoint to go back to.") from error
-        position = saved.position.skip_to(end, order)
+        position = saved.position.skip_to(end, parts.inputs.train.order)
         log.warning(
             "%s. Going back to step %s, and skipping the %s examples since (recovery %s).",
             str(error).partition(". ")[0],  # Without the advice for a run that ended.
@@ -174,4 +154,4 @@ def _go_back(
         )
         return position, saved.counts
 
-    executor.roll_back(restore)
+    parts.executor.roll_back(restore)

@@ -1,7 +1,7 @@
 """From a config and its data to a learner: to train, to check, or with the weights of a checkpoint.
 
-session = build_session(recipe, open_inputs(recipe), executor.build)
-check_batches(session.inputs, session.learner, recipe, executor.strategy)
+inputs, specs, learner = build_session(recipe, open_inputs(recipe), executor.build)
+check_batches(inputs, learner, recipe, executor.strategy)
 parts = build_parts(spec, inputs, executor)     # the same for a task that trains
 
 restored = restore("runs/a", "best")            # with the variables of a checkpoint
@@ -57,20 +57,13 @@ from trainer.task_spec import TaskSpec
 _log = logging.getLogger(__name__)
 
 
-class Session(NamedTuple):
-    """A learner, and the data as its model takes them."""
-
-    inputs: Inputs
-    specs: Batch  # Of the model's inputs.
-    learner: Learner
-
-
 def build_session(
     recipe: Recipe, inputs: Inputs, build: Callable[[Callable[[], Learner]], Learner]
-) -> Session:
+) -> tuple[Inputs, Batch, Learner]:
     """Builds the model, its optimizer, its loss and its metrics for `inputs`.
 
-    `build` calls a function that makes variables, as Executor.build.
+    `build` calls a function that makes variables, as Executor.build. Returns the data as the model
+    takes them, the specs of its inputs, and the learner.
 
     Raises ConfigError if the functions of `recipe` do not fit each other or the data.
     """
@@ -78,7 +71,7 @@ def build_session(
     learner = build(lambda: build_learner(recipe, specs))
     inputs = fitted_to_model(inputs, recipe, learner.model)
     build_metrics(inputs, learner, recipe)
-    return Session(inputs, specs, learner)
+    return inputs, specs, learner
 
 
 def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
@@ -93,11 +86,7 @@ def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     inputs, specs, learner = build_session(spec.recipe, inputs, executor.build)
     build.check_for_strategy(
-        learner,
-        spec.recipe,
-        strategy=spec.strategy,
-        num_workers=executor.num_replicas,
-        read_dtype=spec.transfer.read_dtype,
+        learner, spec.recipe, spec.strategy, executor.num_replicas, spec.transfer.read_dtype
     )
     choose_compilation(learner, spec.recipe, inputs.train, is_cluster=spec.cluster is not None)
     if not spec.is_checked:
@@ -149,7 +138,7 @@ def restore(
     recipe.config.data_dir = data_dir or recipe.config.data_dir
     recipe.config.data.eval_split = split or recipe.config.data.eval_split
     recipe.config.warm_start.path = ""  # The weights come from the checkpoint.
-    reader = open_evaluation(recipe)
+    reader = open_evaluation(recipe, recipe.config.data.eval_split)
     executor = MirroredExecutor.on(replica_devices(1, min(1, use_gpus(None))))
     inputs, specs, learner = build_session(recipe, Inputs(reader, reader), executor.build)
     checkpointer = build_checkpointer(recipe, model_dir, inputs, learner)
@@ -189,10 +178,7 @@ def _fitting(wanted: str, checkpointer: Checkpointer, model_dir: str) -> list[st
 
 
 def evaluate(
-    model_dir: str,
-    checkpoint: str = "newest",
-    split: str | None = None,
-    data_dir: str | None = None,
+    model_dir: str, checkpoint: str, split: str | None = None, data_dir: str | None = None
 ) -> Document:
     """Returns the checkpoint's name and step, the split, its examples, and the metrics.
 

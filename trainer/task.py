@@ -96,14 +96,7 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                 reporting.uploading(parts),
                 _complete_steps_saved(parts, signals),
             ):
-                step = train_recovering(
-                    executor,
-                    parts.learner,
-                    parts.checkpointer,
-                    hooks,
-                    parts.inputs.train.order,
-                    spec.recipe.config,
-                )
+                step = train_recovering(parts, hooks)
             outcome.exit_code = reporting.record_end(parts, hooks, console, step, started)
             # 8. Close: `_supervised` does it when this block ends, also after an error.
         return EXIT_RESTART if outcome.exit_code is None else outcome.exit_code

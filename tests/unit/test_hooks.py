@@ -23,7 +23,7 @@ from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.hooks.base import Hook, PeriodicHook
 from trainer.hooks.console import Console
-from trainer.hooks.evaluate import EarlyStop
+from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.inspect import Histograms
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint
@@ -142,15 +142,17 @@ def test_evaluation_that_a_former_process_did_not_report_is_made_up_for_and_coun
     toy.executor.run(step)
     recorded = Recorded()
     history = [{"split": "eval", "step": at, "loss": 0.0} for at in reported]
-    evaluate = toy.evaluate([recorded], every_steps=10, history=lambda: history)
     # Of a loss of 0 before, the new one is no improvement.
-    stop = EarlyStop(evaluate, EarlyStoppingConfig(patience=1))
-    for hook in (evaluate, stop):
-        hook.begin(step)
-    for hook in (evaluate, stop):
-        hook.catch_up(step)
+    evaluate = toy.evaluate(
+        [recorded],
+        every_steps=10,
+        history=lambda: history,
+        early_stopping=EarlyStoppingConfig(patience=1),
+    )
+    evaluate.begin(step)
+    evaluate.catch_up(step)
     assert [at for at, _, _ in recorded.reports] == evaluated
-    assert not stop.done
+    assert not evaluate.done
 
 
 def test_interrupted_run_is_saved_at_its_step_and_not_exported(toy: Toy, tmp_path: Path) -> None:
@@ -424,18 +426,22 @@ def test_console_on_a_full_disk_is_reported_once(
 
 def early_stopping_run(
     split: Split, model_dir: Path, *, steps: int
-) -> tuple[Toy, list[tuple[int, str, Any]], EarlyStop]:
+) -> tuple[Toy, list[tuple[int, str, Any]], Evaluate]:
     """A run that learns nothing, with as many steps as `steps`, or what is left of them."""
     toy = Toy(split, model_dir, optimizer=keras.optimizers.SGD(1e-9))
     saved = toy.checkpointer.restore()
     toy.start(saved.position if saved else None)
     recorded = Recorded()
     json_lines = JsonLines(f"{model_dir}/metrics.jsonl")
-    evaluate = toy.evaluate([recorded, json_lines], every_steps=5, history=json_lines.read)
-    stop = EarlyStop(evaluate, EarlyStoppingConfig(patience=3, min_delta=1e-3))
-    export = toy.export(model_dir, stop=stop)
-    run(toy, [json_lines, evaluate, stop, toy.save(0), export], steps)
-    return toy, recorded.reports, stop
+    evaluate = toy.evaluate(
+        [recorded, json_lines],
+        every_steps=5,
+        history=json_lines.read,
+        early_stopping=EarlyStoppingConfig(patience=3, min_delta=1e-3),
+    )
+    export = toy.export(model_dir, stop=evaluate)
+    run(toy, [json_lines, evaluate, toy.save(0), export], steps)
+    return toy, recorded.reports, evaluate
 
 
 def test_training_stops_when_evaluations_no_longer_improve_and_is_complete(
@@ -463,16 +469,18 @@ def test_resumed_run_stops_early_where_an_uninterrupted_one_does(
     assert stop.done
 
 
-def test_improvement_resets_the_count(split: Split, tmp_path: Path) -> None:
+def test_improvement_resets_the_count(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     toy = Toy(split, tmp_path)
-    evaluate = toy.evaluate(every_steps=1, best_metric="accuracy")
-    stop = EarlyStop(evaluate, EarlyStoppingConfig(patience=2, min_delta=0.05))
-    values = [0.1, 0.2, 0.2, 0.3, 0.34, math.nan]
+    options = EarlyStoppingConfig(patience=2, min_delta=0.05)
+    evaluate = toy.evaluate(every_steps=1, best_metric="accuracy", early_stopping=options)
     done = []
-    for step, value in enumerate(values):
-        evaluate.latest, evaluate.latest_step = {"accuracy": value}, step
-        stop(step, Metrics())
-        done.append(bool(stop.done))
+    for step, value in enumerate([0.1, 0.2, 0.2, 0.3, 0.34, math.nan]):
+        found = Metrics({"loss": (1.0, 1.0), "accuracy": (value, 1.0)})
+        monkeypatch.setattr(toy.executor, "evaluate", lambda must_complete, found=found: found)
+        evaluate.act(step)
+        done.append(bool(evaluate.done))
     assert done == [False, False, False, False, False, True]
 
 

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,7 +23,7 @@ from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas
-from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
+from tests.unit.toy import BATCH, CLASSES, make_reader, parts_of, write_split
 from trainer.build import build_learner, check_for_strategy
 from trainer.config import Config, ConfigError, Recipe
 from trainer.config_checks import check, check_replicas
@@ -252,7 +252,7 @@ def test_sums_overlap_whatever_steps_per_call_is(
     overlap: bool, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dataclasses.replace(PLAIN, overlap=overlap)
-    training, no_checkpointer = Training(tmp_path / "a", options), cast(Any, None)
+    training, no_checkpointer = Training(tmp_path / "a", options), None
     executor, run = training.executor, training.executor.run
     asked: list[int] = []
 
@@ -262,8 +262,8 @@ def test_sums_overlap_whatever_steps_per_call_is(
 
     monkeypatch.setattr(executor, "run", run_and_note)
     config = Config(train_steps=4 * EVERY, steps_per_call=2, local_steps=options)
-    order = training.reader.order
-    train_recovering(executor, training.learner, no_checkpointer, [], order, config)
+    parts = parts_of(executor, training.learner, no_checkpointer, training.reader, config)
+    train_recovering(parts, [])
     assert asked == sizes
 
 

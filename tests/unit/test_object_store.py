@@ -174,7 +174,7 @@ def test_files_that_change_are_uploaded_and_failures_are_made_up_for(
         upload.sync()
     assert len(caplog.records) == 1
     link.is_open = True
-    upload.close()
+    upload.sync()
     assert files.read_text(f"{url}/metrics.jsonl") == "one\ntwo\n"
     assert len(caplog.records) == 1
 

@@ -222,4 +222,6 @@ def test_writers_are_those_that_are_asked_for(
     for name, value in controller.environment.items():
         monkeypatch.setenv(name, value)
     (status,) = progress_writers(None, str(tmp_path), 10)
-    assert isinstance(status, KubeflowStatus)
+    status.write(10, "train", TRAIN)
+    status.end(10)
+    assert len(controller.received) == 2

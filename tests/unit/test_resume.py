@@ -18,7 +18,7 @@ from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from tests.damage import flip_bit
 from tests.unit.comparing import assert_same
-from tests.unit.toy import BATCH, Toy
+from tests.unit.toy import BATCH, Toy, parts_of
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
@@ -85,14 +85,9 @@ class Run:
         evaluate = toy.evaluate(
             every_steps=self.eval_every_steps, checkpointer=toy.checkpointer, save=save
         )
-        return train_recovering(
-            toy.executor,
-            toy.learner,
-            toy.checkpointer,
-            [StopOnNonFinite(), report, evaluate, save],
-            order,
-            Config(train_steps=last, steps_per_call=2, recover_from_nan=most_recoveries),
-        )
+        config = Config(train_steps=last, steps_per_call=2, recover_from_nan=most_recoveries)
+        parts = parts_of(toy.executor, toy.learner, toy.checkpointer, toy.reader, config)
+        return train_recovering(parts, [StopOnNonFinite(), report, evaluate, save])
 
 
 @pytest.mark.slow

@@ -14,19 +14,24 @@ from data.order import Order
 from data.prepare.writing import write_shards
 from data.reader import Reader
 from data.tfrecord.split import Split
+from strategies.base import Executor
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from tests.unit.comparing import assert_same
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.marks import Saved
+from trainer.config import Config, Recipe
 from trainer.hooks.base import Hook
+from trainer.hooks.building import Parts
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.export import Export
 from trainer.hooks.save import SaveCheckpoint
 from trainer.hooks.writers import Writer
+from trainer.inputs import Inputs
 from trainer.learner import Learner
 from trainer.step.losses import accuracy, sparse_categorical_crossentropy
+from trainer.task_spec import TaskSpec
 
 NUM_EXAMPLES = 110
 BATCH = 8
@@ -78,6 +83,15 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def parts_of(
+    executor: Executor, learner: Learner, checkpointer: Any, reader: Reader, config: Config
+) -> Parts:
+    """The parts of a task that trains with `config`."""
+    recipe = Recipe("mine.py", config, lambda config: learner.model)
+    spec = TaskSpec("mirrored", recipe, None, "")
+    return Parts(spec, Inputs(reader, reader), None, executor, learner, checkpointer)
 
 
 class Toy:

@@ -20,13 +20,12 @@ from trainer.config import Config, ConfigError, Recipe, flatten
 from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
 from trainer.hooks.callbacks import Callbacks, build_callbacks
-from trainer.hooks.console import Console
+from trainer.hooks.console import Console, NotebookBar, is_kernel
 from trainer.hooks.digest import DigestLines
-from trainer.hooks.evaluate import EarlyStop, Evaluate
+from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
 from trainer.hooks.inspect import Histograms, Profile
-from trainer.hooks.notebook import NotebookBar, is_kernel
 from trainer.hooks.progress import progress_writers
 from trainer.hooks.report import Report
 from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
@@ -54,17 +53,64 @@ class Parts:
     checkpointer: Checkpointer
 
 
-def shared_hooks(parts: Parts) -> list[Hook]:
-    """The hooks of a task that writes no files, in the order of their calls."""
-    save = _save_hook(parts, None)
-    evaluation = _evaluation_hooks(parts, [], save)
-    return [
+def shared_hooks(
+    parts: Parts,
+    *,
+    checkpointer: Checkpointer | None = None,
+    writing: Sequence[Hook] = (),
+    writers: Sequence[Writer] = (),
+    history: Callable[[], Sequence[Values]] = list,
+    before_save: Sequence[Hook] = (),
+) -> list[Hook]:
+    """The hooks that every task has, in the order of their calls.
+
+    The other arguments are the chief's: its checkpointer; its hooks that write reports, and their
+    writers; a function that returns the reports so far; and its hooks that precede a save.
+    """
+    config, order = parts.spec.recipe.config, parts.inputs.train.order
+    steps_per_epoch = -(-order.num_examples // order.batch_size)
+    save = SaveCheckpoint(
+        parts.executor,
+        parts.learner,
+        checkpointer,
+        every_steps=config.checkpoint_every_steps,
+        last_step=config.train_steps,
+    )
+    hooks: list[Hook] = [
         StopOnNonFinite(parts.learner.loss_scale),
         *evict_hooks(parts.learner.model, parts.executor),
-        *evaluation,
-        *_callback_hooks(parts, evaluation),
-        save,
+        *writing,
     ]
+    evaluate = None
+    if not parts.spec.has_evaluator:
+        every_steps = config.eval_every_steps
+        if not every_steps and parts.spec.recipe.build_callbacks:
+            every_steps = steps_per_epoch  # As `fit` does with validation data.
+        evaluate = Evaluate(
+            parts.executor,
+            parts.learner,
+            writers,
+            every_steps=every_steps,
+            last_step=config.train_steps,
+            best_metric=config.best_metric,
+            checkpointer=checkpointer,
+            history=history,
+            save=save,
+            early_stopping=config.early_stopping,
+        )
+        hooks.append(evaluate)
+    if callbacks := build_callbacks(parts.spec.recipe):
+        hook = Callbacks(
+            parts.executor,
+            parts.learner,
+            callbacks,
+            path=parts.spec.recipe.path,
+            steps_per_epoch=steps_per_epoch,
+            last_step=config.train_steps,
+            evaluate=evaluate,
+        )
+        hooks.append(hook)
+    return [*hooks, *before_save, save]
 
 
 def chief_hooks(parts: Parts, console: Console, config_document: Document) -> list[Hook]:
@@ -91,27 +137,26 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
     trackers = build_trackers(recipe, spec.model_dir, config_document, is_complete=is_complete)
     progress = progress_writers(spec.metrics_listener, spec.model_dir, config.train_steps)
     writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
-    hooks += [
-        StopOnNonFinite(parts.learner.loss_scale),
-        *evict_hooks(parts.learner.model, parts.executor),
-        *([] if is_s3(spec.model_dir) else [_keep_config_hook(parts, config_document)]),
-        json_lines,
-        lossy_tensorboard,
-        console,
-        *([NotebookBar(config.train_steps, parts.executor.pace)] if is_kernel() else []),
-        *progress,
-        Report(
-            parts.executor,
-            parts.learner,
-            writers,
-            every_steps=config.log_every_steps,
+    writing: list[Hook] = [json_lines, lossy_tensorboard, console]
+    if not is_s3(spec.model_dir):
+        keep_config = KeepConfig(
+            RunFiles(spec.model_dir),
+            config_document,
+            every_steps=config.checkpoint_every_steps,
             last_step=config.train_steps,
-            order=parts.inputs.train.order,
-        ),
-    ]
-    save = _save_hook(parts, parts.checkpointer)
-    evaluation = _evaluation_hooks(parts, writers, save, lines.read)
-    hooks += [*evaluation, *_callback_hooks(parts, evaluation)]
+        )
+        writing.insert(0, keep_config)
+    if is_kernel():
+        writing.append(NotebookBar(config.train_steps, parts.executor.pace))
+    report = Report(
+        parts.executor,
+        parts.learner,
+        writers,
+        every_steps=config.log_every_steps,
+        last_step=config.train_steps,
+        order=parts.inputs.train.order,
+    )
+    before_save: list[Hook] = []
     if config.histogram_every_steps:
         histograms = Histograms(
             parts.learner,
@@ -119,17 +164,24 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
             lambda step: tensorboard.writing("train", step),
             every_steps=config.histogram_every_steps,
         )
-        hooks.append(histograms)
+        before_save.append(histograms)
     if config.profile_first_step:
         profile = Profile(
             f"{appended.tensorboard}/train",
             first_step=config.profile_first_step,
             num_steps=config.profile_num_steps,
         )
-        hooks.append(profile)
+        before_save.append(profile)
     if recipe.build_hooks:
-        hooks += _hooks_of_user(recipe, spec.model_dir)
-    hooks.append(save)
+        before_save += _hooks_of_user(recipe, spec.model_dir)
+    hooks += shared_hooks(
+        parts,
+        checkpointer=parts.checkpointer,
+        writing=[*writing, *progress, report],
+        writers=writers,
+        history=lines.read,
+        before_save=before_save,
+    )
     if spec.ps_standby:
         hooks.append(CopyToStandby(parts.executor, parts.learner, every_steps=spec.ps_standby))
     if config.export:
@@ -193,73 +245,3 @@ def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
                     f"{method}{needed}."
                 ) from None
     return hooks
-
-
-def _evaluation_hooks(
-    parts: Parts,
-    writers: Sequence[Writer],
-    save: SaveCheckpoint,
-    history: Callable[[], Sequence[Values]] = list,
-) -> list[Hook]:
-    """The hooks that evaluate; an empty list if an evaluator task does it."""
-    if parts.spec.has_evaluator:
-        return []
-    config = parts.spec.recipe.config
-    every_steps = config.eval_every_steps
-    if not every_steps and parts.spec.recipe.build_callbacks:
-        every_steps = _steps_per_epoch(parts)  # As `fit` does with validation data.
-    evaluate = Evaluate(
-        parts.executor,
-        parts.learner,
-        writers,
-        every_steps=every_steps,
-        last_step=config.train_steps,
-        best_metric=config.best_metric,
-        checkpointer=save.checkpointer,
-        history=history,
-        save=save,
-    )
-    if not config.early_stopping.patience:
-        return [evaluate]
-    return [evaluate, EarlyStop(evaluate, config.early_stopping)]
-
-
-def _callback_hooks(parts: Parts, evaluation: Sequence[Hook]) -> list[Callbacks]:
-    recipe = parts.spec.recipe
-    callbacks = build_callbacks(recipe)
-    if not callbacks:
-        return []
-    hook = Callbacks(
-        parts.executor,
-        parts.learner,
-        callbacks,
-        path=recipe.path,
-        steps_per_epoch=_steps_per_epoch(parts),
-        last_step=recipe.config.train_steps,
-        evaluate=next((hook for hook in evaluation if isinstance(hook, Evaluate)), None),
-    )
-    return [hook]
-
-
-def _steps_per_epoch(parts: Parts) -> int:
-    order = parts.inputs.train.order
-    return -(-order.num_examples // order.batch_size)
-
-
-def _keep_config_hook(parts: Parts, document: Document) -> KeepConfig:
-    return KeepConfig(
-        RunFiles(parts.spec.model_dir),
-        document,
-        every_steps=parts.spec.recipe.config.checkpoint_every_steps,
-        last_step=parts.spec.recipe.config.train_steps,
-    )
-
-
-def _save_hook(parts: Parts, checkpointer: Checkpointer | None) -> SaveCheckpoint:
-    return SaveCheckpoint(
-        parts.executor,
-        parts.learner,
-        checkpointer,
-        every_steps=parts.spec.recipe.config.checkpoint_every_steps,
-        last_step=parts.spec.recipe.config.train_steps,
-    )

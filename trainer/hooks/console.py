@@ -10,24 +10,41 @@ live view (trainer/live) also gets the step, a few times a second.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import rich.console
 from typing_extensions import override
 
 from strategies.metrics import Metrics
 from strategies.pace import Pace
+from trainer.hooks.base import Hook
 from trainer.hooks.input_limit import limit_of
-from trainer.hooks.notebook import is_kernel, time_left
 from trainer.hooks.terminal import COMPILING, has_live_view, passed_width, progress_line
 from trainer.hooks.writers import Values, Writer
-from trainer.run_files import NO_METRICS
+from trainer.run_files import NO_METRICS, clock
 
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN_WORKERS = 8
 _SECS_PER_PROGRESS = 0.4
+
+
+def is_kernel() -> bool:
+    """Returns True in the kernel of a notebook; a shell of IPython in a terminal is none."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+def time_left(pace: Pace | None, num_steps: int) -> str:
+    """Returns `0:01:30 left` for `num_steps`; "" before a step has been timed."""
+    secs_per_step = pace.secs_per_step() if pace else None
+    return "" if secs_per_step is None else f"{clock(max(0, num_steps) * secs_per_step)} left"
 
 
 class Console(Writer):
@@ -39,7 +56,7 @@ class Console(Writer):
     """
 
     def __init__(self, last_step: int, pace: Pace | None = None, *, is_quiet: bool = False) -> None:
-        # A kernel has colours, but no terminal: hooks/notebook.py shows the bar.
+        # A kernel has colours, but no terminal: NotebookBar shows the progress.
         force_terminal = False if is_kernel() else None
         self._console = rich.console.Console(
             highlight=False, force_jupyter=False, force_terminal=force_terminal
@@ -115,6 +132,31 @@ class Console(Writer):
                 self._has_named_limit = True
                 self.say(limit.text)
             self._was_limited = limit is not None
+
+
+class NotebookBar(Hook):
+    """A bar towards `last_step` below the cell of a notebook: HTML, in place of the terminal's."""
+
+    def __init__(self, last_step: int, pace: Pace) -> None:
+        self._last_step = last_step
+        self._pace = pace
+        self._handle: Any = None  # Any: IPython has no types.
+
+    @override
+    def begin(self, step: int) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(self._shown(step), raw=True, display_id=True)
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._handle.update(self._shown(step), raw=True)
+
+    def _shown(self, step: int) -> dict[str, str]:
+        text = f"step {step:,}/{self._last_step:,}  {time_left(self._pace, self._last_step - step)}"
+        bar = f'<progress value="{step}" max="{self._last_step}"></progress>'
+        return {"text/plain": text, "text/html": f"{bar} {text}"}
 
 
 def _fitting(needed: list[str], more: Mapping[str, int], width: int | None) -> str:

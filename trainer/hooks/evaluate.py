@@ -1,8 +1,7 @@
 """Evaluation while training, and early stopping.
 
 evaluate = Evaluate(executor, learner, writers, every_steps=500, last_step=1000, ...)
-early_stop = EarlyStop(evaluate, config.early_stopping)
-hooks = [..., evaluate, early_stop, ...]        # in this order
+hooks = [..., evaluate, ...]
 """
 
 import math
@@ -13,11 +12,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing_extensions import override
 
 from strategies.base import Executor
-from strategies.metrics import Metrics, means
+from strategies.metrics import means
 from strategies.position import Position
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
-from trainer.hooks.base import Hook, PeriodicHook
+from trainer.hooks.base import PeriodicHook
 from trainer.hooks.save import SaveCheckpoint
 from trainer.hooks.writers import Values, Writer
 from trainer.learner import Learner
@@ -26,7 +25,11 @@ from trainer.step.options import EarlyStoppingConfig
 
 @dataclass(eq=False)
 class Evaluate(PeriodicHook):
-    """Writes evaluation metrics to all writers. All tasks that run the loop, or none, have it."""
+    """Writes evaluation metrics to all writers, and ends training that no longer improves.
+
+    All tasks that run the loop, or none, have it. The chief decides to end training, and the other
+    tasks follow: only the chief has the evaluations from before a resume.
+    """
 
     executor: Executor
     learner: Learner
@@ -41,8 +44,20 @@ class Evaluate(PeriodicHook):
     # Saves the state before the first evaluation, which may need more memory than there is, or
     # never end: then no error is left to save it after.
     save: SaveCheckpoint | None = None
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     latest: dict[str, float] = field(default_factory=dict, init=False)  # The last metrics.
     latest_step: int = field(default=-1, init=False)
+    _best_score: float = field(default=-math.inf, init=False)
+    _num_without_improvement: int = field(default=0, init=False)
+
+    @override
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        # Counts past evaluations, so a resumed run stops where an uninterrupted one does.
+        self._best_score, self._num_without_improvement = -math.inf, 0
+        for report in self.history() if self.early_stopping.patience else ():
+            if report["split"] == "eval" and report["step"] <= step:
+                self._count(report[self.best_metric])
 
     @override
     def catch_up(self, step: int) -> None:
@@ -81,6 +96,20 @@ class Evaluate(PeriodicHook):
                 position = self.position() if self.position else self.executor.position
                 score = self.score(self.latest[self.best_metric])
                 self.checkpointer.save_best(step, position, score)
+        if patience := self.early_stopping.patience:
+            self._count(self.latest[self.best_metric])
+            is_over = self._num_without_improvement >= patience
+            if self.executor.gathered(int(is_over))[0]:
+                metric = self.best_metric
+                self.done = f"no better {metric} in {patience} evaluations: stopped early"
+
+    def _count(self, value: float | None) -> None:
+        # JSON has no NaN, so it is None there. NaN is no improvement.
+        score = self.score(math.nan if value is None else value)
+        if score > self._best_score + self.early_stopping.min_delta:
+            self._best_score, self._num_without_improvement = score, 0
+        else:
+            self._num_without_improvement += 1
 
     def score(self, value: float) -> float:
         """A number that is higher the better `value` of the best metric is."""
@@ -89,48 +118,3 @@ class Evaluate(PeriodicHook):
     @override
     def result(self) -> Mapping[str, object]:
         return {"eval": self.latest}
-
-
-@dataclass(eq=False)
-class EarlyStop(Hook):
-    """Ends training when evaluations no longer improve. All tasks that evaluate must have it.
-
-    The chief decides and the other tasks follow: only the chief has the evaluations from before a
-    resume.
-    """
-
-    evaluate: Evaluate  # The hook that comes before this one.
-    options: EarlyStoppingConfig
-    _best_score: float = field(default=-math.inf, init=False)
-    _num_without_improvement: int = field(default=0, init=False)
-
-    @override
-    def begin(self, step: int) -> None:
-        # Counts past evaluations, so a resumed run stops where an uninterrupted one does.
-        self._best_score, self._num_without_improvement = -math.inf, 0
-        for report in self.evaluate.history():
-            if report["split"] == "eval" and report["step"] <= step:
-                self._count(report[self.evaluate.best_metric])
-
-    @override
-    def catch_up(self, step: int) -> None:
-        """Counts the evaluation of `step`, if there was one now."""
-        self(step, Metrics())
-
-    @override
-    def __call__(self, step: int, metrics: Metrics) -> None:
-        if self.evaluate.latest_step != step:
-            return
-        metric, patience = self.evaluate.best_metric, self.options.patience
-        self._count(self.evaluate.latest[metric])
-        is_over = self._num_without_improvement >= patience
-        if self.evaluate.executor.gathered(int(is_over))[0]:
-            self.done = f"no better {metric} in {patience} evaluations: stopped early"
-
-    def _count(self, value: float | None) -> None:
-        # JSON has no NaN, so it is None there. NaN is no improvement.
-        score = self.evaluate.score(math.nan if value is None else value)
-        if score > self._best_score + self.options.min_delta:
-            self._best_score, self._num_without_improvement = score, 0
-        else:
-            self._num_without_improvement += 1

@@ -67,19 +67,16 @@ class Export(Hook):
     @override
     def end(self, step: int) -> None:
         """Also at the end: a hook behind this one, or a former run, may have completed training."""
-        if not self._has_exported and self.is_complete():
-            self.export()
-
-    def export(self) -> None:
-        """Writes the model. A failure is kept in `failure`."""
+        if self._has_exported or not self.is_complete():
+            return
         self._has_exported = True
-        with self.stopwatch.spend("checkpoint"):
-            try:
-                with errors_explained(f"The export of the model of {self.path}"):
-                    self._export()
-            except ConfigError as error:
-                self.failure = f"{error}\n{_remedy(self.path)}"
-                self.failure_exit_code = EXIT_USAGE
+        what = f"The export of the model of {self.path}"
+        try:
+            with self.stopwatch.spend("checkpoint"), errors_explained(what):
+                self._export()
+        except ConfigError as error:
+            self.failure = f"{error}\n{_remedy(self.path)}"
+            self.failure_exit_code = EXIT_USAGE
 
     def _export(self) -> None:
         model = self.build_model()

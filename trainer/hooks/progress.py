@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from strategies.metrics import Metrics
 from trainer.exit_codes import first_line
+from trainer.hooks.tracking import Background
 from trainer.hooks.writers import Values, Writer
 from trainer.run_files import NUM_STEPS, RunFiles, local_dir
 
@@ -44,7 +45,7 @@ def progress_writers(
     if listener:
         writers.append(MetricsPage(listener, model_dir, last_step))
     if os.environ.get(_URL):
-        writers.append(KubeflowStatus(os.environ, last_step))
+        writers.append(Background(KubeflowStatus(os.environ, last_step), "Kubeflow"))
     return writers
 
 
@@ -149,7 +150,6 @@ class KubeflowStatus(Writer):
         self._metrics: dict[str, str] = {}
         self._remaining_secs: int | None = None
         self._next = 0.0
-        self._sender: threading.Thread | None = None
         self._has_failed = False
 
     @override
@@ -163,20 +163,14 @@ class KubeflowStatus(Writer):
         self._metrics |= numbers
         if rate := values.get("steps_per_sec"):
             self._remaining_secs = int(max(0, self._last_step - step) / rate)
-        is_sending = self._sender is not None and self._sender.is_alive()
-        if not is_sending and time.monotonic() >= self._next:
-            self._next = time.monotonic() + _KUBEFLOW_SECS
-            self._send(step)
+        if time.monotonic() >= self._next:
+            self._post(step)
 
     @override
     def end(self, step: int) -> None:
-        if self._sender is not None:
-            self._sender.join(_POST_SECS)
-        self._send(step)
-        assert self._sender is not None
-        self._sender.join(_POST_SECS)
+        self._post(step)
 
-    def _send(self, step: int) -> None:
+    def _post(self, step: int) -> None:
         metrics = [{"name": name, "value": value} for name, value in self._metrics.items()]
         status: dict[str, object] = {
             "progressPercentage": min(100, 100 * step // max(1, self._last_step)),
@@ -186,14 +180,8 @@ class KubeflowStatus(Writer):
         if self._remaining_secs is not None:
             status["estimatedRemainingSeconds"] = self._remaining_secs
         body = json.dumps({"trainerStatus": status}).encode()
-        self._sender = threading.Thread(
-            target=self._post, args=[body], name="Kubeflow status", daemon=True
-        )
-        self._sender.start()
-
-    def _post(self, body: bytes) -> None:
+        headers = {"Content-Type": "application/json"}
         try:
-            headers = {"Content-Type": "application/json"}
             if self._token:
                 headers["Authorization"] = f"Bearer {Path(self._token).read_text().strip()}"
             request = urllib.request.Request(self._url, body, headers)
@@ -204,3 +192,4 @@ class KubeflowStatus(Writer):
             if not self._has_failed:
                 log.warning("Kubeflow does not take the status of this run: %s", first_line(error))
             self._has_failed = True
+        self._next = time.monotonic() + _KUBEFLOW_SECS

@@ -60,7 +60,12 @@ class Report(PeriodicHook):
             return
         now = self.executor.clock()
         position = self.executor.position
-        steps_per_sec = self._steps_per_sec(step, now)
+        pace, last = self.executor.pace, self._last_pace
+        num_steps, seconds = pace.num_steps - last.num_steps, pace.seconds - last.seconds
+        if num_steps:
+            steps_per_sec = num_steps / max(seconds, 1e-9)
+        else:  # Only the first call is in the interval: the rate includes the compilation.
+            steps_per_sec = (step - self._last_step) / max(now - self._last_time, 1e-9)
         values: dict[str, object] = {
             **means(self._metrics),
             "learning_rate": self.learner.learning_rate,
@@ -71,8 +76,9 @@ class Report(PeriodicHook):
             "examples_per_sec": steps_per_sec * self.order.batch_size,
             "seconds": now - self._start_time,
         }
-        if (input_wait := self._input_wait()) is not None:
-            values["input_wait"] = input_wait
+        waited = pace.input_secs - last.input_secs
+        if seconds > 0 and waited > 0:  # Otherwise it is not known.
+            values["input_wait"] = min(waited / seconds, 1.0)
         if peaks := peak_bytes():
             values["gpu_peak_bytes"] = max(peaks.values())
         if position.skipped:
@@ -112,17 +118,3 @@ class Report(PeriodicHook):
         self._metrics = Metrics()
         self._last_step, self._last_time = step, self.executor.clock()
         self._last_pace = dataclasses.replace(self.executor.pace)
-
-    def _steps_per_sec(self, step: int, now: float) -> float:
-        pace, last = self.executor.pace, self._last_pace
-        num_steps = pace.num_steps - last.num_steps
-        if num_steps:
-            return num_steps / max(pace.seconds - last.seconds, 1e-9)
-        # Only the first call is in the interval: the rate includes the compilation.
-        return (step - self._last_step) / max(now - self._last_time, 1e-9)
-
-    def _input_wait(self) -> float | None:
-        """The share of the time of steps in which they waited for input; None if not known."""
-        pace, last = self.executor.pace, self._last_pace
-        seconds, waited = pace.seconds - last.seconds, pace.input_secs - last.input_secs
-        return min(waited / seconds, 1.0) if seconds > 0 and waited > 0 else None

@@ -7,40 +7,76 @@ answer for minutes, and its client may raise any error. Neither may stop or slow
 the end of a run the last reports are waited for, but not for long.
 """
 
+import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
+from data.system.files import exists, join, read_text, replace_file
 from data.system.satellites import of_satellite
 from trainer.config import Recipe
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.hooks.tracker_names import names_of
 from trainer.hooks.writers import Values, Writer
+from trainer.run_files import Document
 from trainer.step.options import ConfigError
 
 log = logging.getLogger(__name__)
 
+PROJECT = "tf-distribution-trainer"
+_IDS = "trackers.json"  # The ids with which a resumed run continues in its trackers.
 _MOST_WAITING = 10_000  # Reports; the oldest are dropped.
 _END_SECS = 30.0
 _CLASSES = {"mlflow": "MLflow", "wandb": "WandB"}  # In trainer/hooks/trackers/NAME.py.
 
 
+class Tracker(Writer):
+    """A writer that continues its run in a tracker when the run is resumed."""
+
+    def __init__(self, model_dir: str, document: Document, is_complete: Callable[[], bool]) -> None:
+        """The arguments are those of build_trackers."""
+        self._model_dir, self._document, self._is_complete = model_dir, document, is_complete
+
+
+def remembered(model_dir: str) -> dict[str, str]:
+    """The ids by the name of the tracker; without those that cannot be read."""
+    path = join(model_dir, _IDS)
+    if not exists(path):
+        return {}
+    try:
+        return {str(name): str(value) for name, value in json.loads(read_text(path)).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def remember(model_dir: str, tracker: str, run_id: str) -> None:
+    """Writes the id of the run in `tracker`. Raises OSError if that fails."""
+    ids = {**remembered(model_dir), tracker: run_id}
+    replace_file(join(model_dir, _IDS), f"{json.dumps(ids, indent=2)}\n".encode())
+
+
+def numbers(split: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a report as `train/loss`, and `train/worker_share/worker 0`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from numbers(f"{split}/{name}", value)
+        elif isinstance(value, (int, float)):
+            yield f"{split}/{name}", float(value)
+
+
 def build_trackers(
-    recipe: Recipe,
-    model_dir: str,
-    document: Mapping[str, Any],  # config.json: JSON values.
-    *,
-    is_complete: Callable[[], bool],
+    recipe: Recipe, model_dir: str, document: Document, *, is_complete: Callable[[], bool]
 ) -> list[Writer]:
     """The trackers of the config, and the writers of `build_writers`, each in the background.
 
-    `is_complete` is asked at the end: True if training is complete.
+    `document` is the contents of config.json. `is_complete` is asked at the end: True if training
+    is complete.
 
     Raises ConfigError if build_writers fails, or does not return writers.
     """
@@ -48,22 +84,19 @@ def build_trackers(
     for name in names_of(recipe.config.trackers):
         tracker = of_satellite(f"trainer.hooks.trackers.{name}", _CLASSES[name])
         writers.append(Background(tracker(model_dir, document, is_complete), name))
-    return writers + [Background(w, type(w).__name__) for w in _writers_of_user(recipe, model_dir)]
-
-
-def _writers_of_user(recipe: Recipe, model_dir: str) -> list[Writer]:
     if recipe.build_writers is None:
-        return []
+        return writers
     what = f"build_writers(config, model_dir) of {recipe.path}"
     with errors_explained(what):
         returned = recipe.build_writers(recipe.config, model_dir)
-        writers = list(returned) if isinstance(returned, Iterable) else [returned]
-    for writer in writers:
+        of_user = list(returned) if isinstance(returned, Iterable) else [returned]
+    for writer in of_user:
         if not isinstance(writer, Writer):
             raise ConfigError(
                 f"{what} must return a list of trainer.Writer, but one is {writer!r}. Derive its "
                 "class from trainer.Writer, and define write(self, step, split, values)."
             )
+        writers.append(Background(writer, type(writer).__name__))
     return writers
 
 

@@ -39,9 +39,8 @@ class Drawing:
         self._console = Console(highlight=False)
         self._live: Live | None = None
         self._next_frame = 0.0
-        # Lines that are not printed yet, by number; for each split the number of its last report.
-        self._kept: dict[int, str] = {}
-        self._reports: dict[str, int] = {}
+        # Lines that are not printed yet: the last report of each split, and others by number.
+        self._kept: dict[int | str, str] = {}
         self._num_lines = 0
         self._num_lost = 0
 
@@ -73,7 +72,7 @@ class Drawing:
         for line in self._kept.values():
             print(line)
         sys.stdout.flush()
-        self._kept, self._reports, self._num_lost = {}, {}, 0
+        self._kept, self._num_lost = {}, 0
 
     def add(self, line: str) -> None:
         """Prints a line of the run, or keeps it until the first screen is shown again."""
@@ -84,10 +83,9 @@ class Drawing:
             print(line, flush=True)
             return
         self._num_lines += 1
-        self._kept[self._num_lines] = line
-        if split := split_of_report(line):
-            self._kept.pop(self._reports.get(split, 0), None)
-            self._reports[split] = self._num_lines
+        key = split_of_report(line) or self._num_lines
+        self._kept.pop(key, None)
+        self._kept[key] = line
         if len(self._kept) > _MAX_KEPT_LINES:
             del self._kept[next(iter(self._kept))]
             self._num_lost += 1

@@ -35,7 +35,7 @@ def lines_of(status: Status, width: int, height: int, *, is_ascii: bool = False)
     """Returns at most `height` lines of at most `width` characters."""
     head = [_progress(status, width, is_ascii)]
     if height >= 6:
-        head.insert(0, _title(status, width))
+        head.insert(0, _title(status))
     left = height - len(head)
     metrics = _metrics(status, width, is_ascii)[: max(1, left // 3)]
     left -= len(metrics)
@@ -74,7 +74,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS, *, name
     return "".join(blocks[round((mean - least) * scale)] for mean in means)
 
 
-def _title(status: Status, width: int) -> Text:
+def _title(status: Status) -> Text:
     line = Text(no_wrap=True)
     if config := status.config:
         name = os.path.basename(str(config.get("recipe", "")))
@@ -116,41 +116,32 @@ def _progress(status: Status, width: int, is_ascii: bool) -> Text:
 
 
 def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
-    lines: list[tuple[str, list[float], list[float], Callable[[float], str]]] = [
+    """A line for each metric: its name, its last values, and its curve if there is room."""
+    metrics: list[tuple[str, list[float], list[float], Callable[[float], str]]] = [
         (name, status.curve("train", name), status.curve("eval", name), _four_digits)
         for name in status.metrics()
     ]
     if rates := status.curve("train", "examples_per_sec"):
-        lines.insert(2, ("examples/s", rates, [], "{:,.0f}".format))  # Small screens cut the end.
-    has_evaluations = any(evaluated for _, _, evaluated, _ in lines)
-    eval_width = 14 if width >= 44 and has_evaluations else 0
-    return [_metric(*line, width, eval_width, is_ascii) for line in lines]
+        # Small screens cut the end.
+        metrics.insert(2, ("examples/s", rates, [], "{:,.0f}".format))
+    shows_evaluations = width >= 44 and any(evaluated for _, _, evaluated, _ in metrics)
+    lines = []
+    for name, train, evaluated, form in metrics:
+        line = Text(f"{name[:_NAME_WIDTH]:{_NAME_WIDTH}}", no_wrap=True)
+        line.append(f"{form(train[-1]) if train else '':>10}", "bold")
+        if shows_evaluations:
+            line.append(f"  {f'eval {form(evaluated[-1])}' if evaluated else '':14}", "cyan")
+        room = min(_MAX_CURVE, width - len(line) - 2)
+        if room >= _MIN_CURVE:
+            blocks = ASCII_BLOCKS if is_ascii else BLOCKS
+            line.append(f"  {sparkline(train or evaluated, room, blocks, name=name)}", "blue")
+        lines.append(line)
+    return lines
 
 
 def _four_digits(value: float) -> str:
     """`0.0123`; `4.18e-06` where it would be 0.0000."""
     return f"{value:.4f}" if value == 0 or not abs(value) < 0.0005 else f"{value:.2e}"
-
-
-def _metric(
-    name: str,
-    train: Sequence[float],
-    evaluated: Sequence[float],
-    form: Callable[[float], str],
-    width: int,
-    eval_width: int,
-    is_ascii: bool,
-) -> Text:
-    line = Text(f"{name[:_NAME_WIDTH]:{_NAME_WIDTH}}", no_wrap=True)
-    line.append(f"{form(train[-1]) if train else '':>10}", "bold")
-    if eval_width:
-        text = f"eval {form(evaluated[-1])}" if evaluated else ""
-        line.append(f"  {text:{eval_width}}", "cyan")
-    room = min(_MAX_CURVE, width - len(line) - 2)
-    if room >= _MIN_CURVE:
-        blocks = ASCII_BLOCKS if is_ascii else BLOCKS
-        line.append(f"  {sparkline(train or evaluated, room, blocks, name=name)}", "blue")
-    return line
 
 
 def _tasks(status: Status, width: int, height: int) -> list[Text]:
@@ -170,15 +161,12 @@ def _tasks(status: Status, width: int, height: int) -> list[Text]:
         if len(columns) <= 2 or sum(len(cells[0]) + 2 for cells in columns.values()) - 2 <= width:
             break
         columns.pop(title, None)
-    rows = [Text("  ".join(cells[0] for cells in columns.values()).rstrip(), "dim", no_wrap=True)]
-    for number in range(1, len(tasks) + 1):
-        line = Text(no_wrap=True)
-        for title, cells in columns.items():
-            is_state = title == "state"
-            line.append(cells[number], _STYLES.get(cells[number].strip(), "") if is_state else "")
-            line.append("  ")
-        line.rstrip()
-        rows.append(line)
+    rows = [
+        Text("  ".join(row).rstrip(), no_wrap=True) for row in zip(*columns.values(), strict=True)
+    ]
+    rows[0].stylize("dim")
+    for row, task in zip(rows[1:], tasks, strict=True):
+        row.highlight_words([task.state], _STYLES.get(task.state, ""))
     return rows + more
 
 

@@ -196,23 +196,24 @@ class Status:
         """Updates the state from the files of the run and from its processes."""
         self._read_starts()
         self._read_reports()
-        if self._phase != STARTING:  # Before, the file may be that of a former run.
-            self._read_config()
+        if self._phase != STARTING:  # Before, the files may be those of a former run.
+            if self.last_step is None:
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    document = self._files.read_config()
+                    self.last_step = int(document["config"]["train_steps"])
+                    self.config = document
             self._read_goodput()
         for task in self._tasks.values():
+            if (task.step or 0) > (task.steps_at_start or 0):
+                task.steps_at_start = None
             if task.pid is None:
                 task.state = self._phase
-            elif task.measure():
-                task.state = self._state_of_running(task)
-            else:
+            elif not task.measure():
                 task.state = RESTARTING if task.name in self._restarting else DEAD
-
-    def _state_of_running(self, task: TaskStatus) -> str:
-        if task.is_ps:
-            return STARTING if self._phase == STARTING else SERVING
-        if task.steps_at_start is not None and (task.step or 0) > task.steps_at_start:
-            task.steps_at_start = None
-        return self._phase if task.steps_at_start is None else STARTING
+            elif task.is_ps:
+                task.state = STARTING if self._phase == STARTING else SERVING
+            else:
+                task.state = self._phase if task.steps_at_start is None else STARTING
 
     def _read_starts(self) -> None:
         """Finds the tasks, and their restarts, in the logs that the launcher writes."""
@@ -265,16 +266,6 @@ class Status:
                 task.step = number
                 task.share = report.get("worker_share", {}).get(name, math.nan)
                 task.staleness = _mean(report.get("staleness", {}).get(name, {}))
-
-    def _read_config(self) -> None:
-        if self.last_step is not None:
-            return
-        try:
-            document = self._files.read_config()
-            self.last_step = int(document["config"]["train_steps"])
-        except (OSError, ValueError, KeyError):
-            return
-        self.config = document
 
     def _read_goodput(self) -> None:
         begin = time.monotonic()

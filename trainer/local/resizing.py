@@ -12,13 +12,13 @@ failure, and --max_restarts does not count it.
 """
 
 import contextlib
-import threading
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
 
+from data.system.background import repeating
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_RESTART
 from trainer.local.deaths import ENDED_AS_ASKED
@@ -124,17 +124,12 @@ class ResizingPolicy(FixedPolicy):
 
 def run_resizing(supervisor: Supervisor, policy: ResizingPolicy) -> LaunchReport:
     """Runs the cluster to its end, while a thread looks at the file about every second."""
-    is_over = threading.Event()
 
-    def watch() -> None:
-        while not is_over.wait(_POLL_SECS):
-            if (number := policy.wanted.read()) is not None:
-                supervisor.ask(partial(policy.on_wanted, number))
+    def look() -> None:
+        if (number := policy.wanted.read()) is not None:
+            supervisor.ask(partial(policy.on_wanted, number))
 
     with contextlib.suppress(OSError):  # Then nobody can write the file either.
         policy.wanted.path.parent.mkdir(parents=True, exist_ok=True)
-    threading.Thread(target=watch, name="wanted workers", daemon=True).start()
-    try:
+    with repeating(look, _POLL_SECS):
         return supervisor.run()
-    finally:
-        is_over.set()

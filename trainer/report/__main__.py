@@ -24,39 +24,6 @@ from trainer.run_record.trust import define_trust, doubt
 _NAME = "report.html"
 
 
-def write_report(
-    model_dirs: Sequence[str], output: str, *, with_examples: bool, is_trusted: bool
-) -> str:
-    """Writes the page of runs; returns its path. Without `output` it is in the first run.
-
-    Raises ConfigError if a directory has no run or `output` cannot be written, RunFileError if a
-    file is damaged.
-    """
-    for model_dir in model_dirs:
-        require_run(model_dir)
-    with contextlib.ExitStack() as stack:
-        # TensorFlow is imported, and the models run, while this process reads and draws the rest.
-        find = stack.enter_context(classifying()) if with_examples else None
-
-        def pending(model_dir: str) -> Pending:
-            if find is None:
-                return lambda: "--no_examples was given"
-            reason = "" if is_trusted else doubt(model_dir)
-            return (lambda: reason) if reason else find(model_dir)
-
-        classifiers = {model_dir: pending(model_dir) for model_dir in model_dirs}
-        text = render([RunSeries(model_dir) for model_dir in model_dirs], classifiers)
-    path = output or join(model_dirs[0], _NAME)
-    try:
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error}. Give a file that can be written: "
-            f"--output={_NAME}, for example."
-        ) from None
-    return shown(path)
-
-
 def define_flags() -> None:
     """Declares the flags of the command."""
     flags.DEFINE_string(
@@ -71,17 +38,40 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the page and prints its path; returns the exit code."""
+    """Writes the page and prints its path; returns the exit code.
+
+    Raises ConfigError if a directory has no run or the file cannot be written, RunFileError if a
+    file is damaged.
+    """
     if len(argv) < 2:
         raise ConfigError(
             "trainer.report needs the directory of a run, or of several. Type, for example, "
             "python -m trainer.report runs/latest"
         )
-    given = flags.FLAGS
-    path = write_report(
-        argv[1:], given.output, with_examples=not given.no_examples, is_trusted=given.trust
-    )
-    print(path)
+    given, model_dirs = flags.FLAGS, argv[1:]
+    for model_dir in model_dirs:
+        require_run(model_dir)
+    with contextlib.ExitStack() as stack:
+        # TensorFlow is imported, and the models run, while this process reads and draws the rest.
+        find = None if given.no_examples else stack.enter_context(classifying())
+
+        def pending(model_dir: str) -> Pending:
+            if find is None:
+                return lambda: "--no_examples was given"
+            reason = "" if given.trust else doubt(model_dir)
+            return (lambda: reason) if reason else find(model_dir)
+
+        classifiers = {model_dir: pending(model_dir) for model_dir in model_dirs}
+        text = render([RunSeries(model_dir) for model_dir in model_dirs], classifiers)
+    path = given.output or join(model_dirs[0], _NAME)
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error}. Give a file that can be written: "
+            f"--output={_NAME}, for example."
+        ) from None
+    print(shown(path))
     return EXIT_DONE
 
 

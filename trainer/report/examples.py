@@ -153,7 +153,9 @@ def _classified(found: "Restored") -> Classified:
         if not isinstance(outputs, tf.Tensor) or outputs.shape.rank != 2 or outputs.shape[1] < 2:
             raise ConfigError("the model has not one output with a number for each class")
         classes = _classes(labels, outputs)
-        probabilities = _probabilities(outputs.numpy().astype(np.float64))
+        values = outputs.numpy().astype(np.float64)
+        is_probability = (values >= 0).all() and np.allclose(values.sum(axis=1), 1, atol=1e-3)
+        probabilities = values if is_probability else tf.nn.softmax(values).numpy()
         if confusion is None:
             confusion = np.zeros([outputs.shape[1]] * 2, np.int64)
         is_real = counts.numpy() > 0
@@ -164,13 +166,9 @@ def _classified(found: "Restored") -> Classified:
         wrong = np.flatnonzero(is_real & (predicted != classes))
         for row in wrong[np.argsort(of_label[wrong])][:_NUM_WORST]:
             if len(worst) < _NUM_WORST or of_label[row] < worst[-1].probability:
-                example = Example(
-                    int(numbers[row]),
-                    int(classes[row]),
-                    int(predicted[row]),
-                    float(of_label[row]),
-                    _image(inputs, int(row)),
-                )
+                label, guess = int(classes[row]), int(predicted[row])
+                image = _image(inputs, int(row))
+                example = Example(int(numbers[row]), label, guess, float(of_label[row]), image)
                 worst = sorted([*worst, example], key=lambda e: e.probability)[:_NUM_WORST]
     if confusion is None:
         raise ConfigError("the evaluation split has no example")
@@ -204,14 +202,6 @@ def _classes(labels: Any, outputs: Any) -> "npt.NDArray[np.int64]":  # Any: nest
         if is_class and values.min() >= 0 and values.max() < num_classes:
             return np.asarray(values, np.int64)
     raise ConfigError(f"the labels are not numbers of {num_classes:,} classes")
-
-
-def _probabilities(outputs: "npt.NDArray[np.float64]") -> "npt.NDArray[np.float64]":
-    import numpy as np
-    import tensorflow as tf
-
-    is_probability = (outputs >= 0).all() and np.allclose(outputs.sum(axis=1), 1, atol=1e-3)
-    return outputs if is_probability else np.asarray(tf.nn.softmax(outputs))
 
 
 def _image(inputs: Any, row: int) -> str:  # Any: a nest of tensors.

@@ -8,7 +8,7 @@ The page is one file. It has no script and loads nothing.
 
 import importlib.resources
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple  # Any: JSON values.
+from typing import Any  # Any: JSON values.
 
 import jinja2
 from markupsafe import Markup
@@ -41,17 +41,12 @@ _MEANINGS = {
 }
 
 
-class _Plot(NamedTuple):
-    title: str
-    svg: str
-
-
 def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Pending]) -> str:
     """Returns the page as HTML. `classifiers` wait for the predictions of each run's model."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = importlib.resources.files("trainer.report").joinpath("page.html").read_text()
     documents = [run.summary for run in runs]
-    versions = [run.versions() for run in runs]
+    versions = [dict(run.config.get("versions") or {}) for run in runs]
     names = sorted({name for found in versions for name in found})
     return environment.from_string(source).render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -68,7 +63,7 @@ def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Pending]) -> str
     )
 
 
-def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
+def _plots(runs: Sequence[RunSeries]) -> list[tuple[str, str]]:
     plots = []
     names = dict.fromkeys(name for run in runs for name in run.metrics)
     for name in sorted(names, key=lambda name: name != "loss"):
@@ -85,7 +80,7 @@ def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
     ):
         curves = _only([run.curve("train", name, over_time=is_time) for run in runs])
         plots.append(_titled(title, curves, is_time=is_time))
-    return [found for found in plots if found.svg]
+    return [(title, svg) for title, svg in plots if svg]
 
 
 def _only(found: Sequence[Points]) -> list[Curve]:
@@ -93,20 +88,24 @@ def _only(found: Sequence[Points]) -> list[Curve]:
     return [Curve(points, f"s{i % _NUM_LINES} train only") for i, points in enumerate(found)]
 
 
-def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Plot:
+def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> tuple[str, str]:
+    """The title of a plot and its SVG, which is empty if no curve has a point."""
     title = f"{name} over {'time' if is_time else 'steps'}"
-    return _Plot(title, plot(title, curves, is_time=is_time))
+    return title, plot(title, curves, is_time=is_time)
 
 
 def _run_page(run: RunSeries, pending: Pending) -> dict[str, Any]:
     """The sections of one run."""
     restarts, limit = run.restarts(), limit_of(run.of("train"))
+    curves = {"share of each worker": run.share_curve, "mean staleness": run.staleness_curve}
     page = {
         "run": run,
         "input_limit": limit.text if limit else "",
         "rows": [_row(task, run) for task in run.tasks],
         "workers": run.workers,
-        "worker_plots": _worker_plots(run),
+        "worker_plots": [
+            _titled(title, _only(list(map(curve, run.workers)))) for title, curve in curves.items()
+        ],
         "worker_rows": _worker_rows(run),
         "restarts": restarts[-_MOST_RESTARTS:],
         "num_restarts": len(restarts),
@@ -131,22 +130,13 @@ def _row(task: TaskTime, run: RunSeries) -> dict[str, object]:
         "name": task.name,
         "total": clock(total),
         "goodput": f"{task.goodput:.1%}",
-        "cells": [(f"{task.seconds[cause]:,.1f}", _percent(shares[cause])) for cause in CAUSES],
+        "cells": [
+            (f"{task.seconds[cause]:,.1f}", f"{share:.1%}" if share >= 0.0005 else "-")
+            for cause, share in shares.items()
+        ],
         "bar": bars([(cause_class(cause), share) for cause, share in shares.items()]),
         "strip": strip(task.pieces, run.began, run.ended, marks),
     }
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.0005 else "-"
-
-
-def _worker_plots(run: RunSeries) -> list[_Plot]:
-    curves = {"share of each worker": run.share_curve, "mean staleness": run.staleness_curve}
-    plots = [
-        _titled(title, _only(list(map(curve, run.workers)))) for title, curve in curves.items()
-    ]
-    return [found for found in plots if found.svg]
 
 
 def _worker_rows(run: RunSeries) -> list[tuple[str, list[str]]]:

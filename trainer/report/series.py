@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from time import localtime, strftime
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +41,10 @@ class RunSeries:
         summary: As in the list of `python -m trainer.runs`.
         result: The contents of result.json; empty if there is none.
         tasks: The time of each task; empty if it was not recorded.
+        began, ended: When the first task began and the last one ended, in seconds since 1970; 0 if
+            it was not recorded.
+        chief: The task that writes the reports, if its time was recorded.
+        workers: The workers of parameter servers, if the reports count their steps.
     """
 
     def __init__(self, model_dir: str) -> None:
@@ -57,33 +60,20 @@ class RunSeries:
         self.summary = summary(model_dir, self.reports)
         self.result: Document = files.read_result() or {}
         self.tasks: Sequence[TaskTime] = goodput(model_dir)
+        self.began = min((task.pieces[0].begin for task in self.tasks), default=0.0)
+        self.ended = max((task.pieces[-1].end for task in self.tasks), default=0.0)
+        self.chief = next((task for task in self.tasks if task.name in CHIEFS), None)
+        self._by_split: dict[str, list[Document]] = {}
+        for report in sorted(self.reports, key=lambda report: int(report["step"])):
+            self._by_split.setdefault(report.get("split", ""), []).append(report)
+        last: Document = self.of("train")[-1] if self.of("train") else {}
+        self.workers = list(last.get("worker_steps", {}))
+        self._sampled = [report for report in self.of("train") if "worker_steps" in report]
         self._columns: dict[tuple[str, str], npt.NDArray[np.float64]] = {}
-
-    @functools.cached_property
-    def began(self) -> float:
-        """When the first task began, in seconds since 1970; 0 if it was not recorded."""
-        return min((task.pieces[0].begin for task in self.tasks), default=0.0)
-
-    @functools.cached_property
-    def ended(self) -> float:
-        """When the last task ended."""
-        return max((task.pieces[-1].end for task in self.tasks), default=0.0)
-
-    @property
-    def chief(self) -> TaskTime | None:
-        """The task that writes the reports, if its time was recorded."""
-        return next((task for task in self.tasks if task.name in CHIEFS), None)
 
     def of(self, split: str) -> list[Document]:
         """The reports of a split, in the order of their steps."""
         return self._by_split.get(split, [])
-
-    @functools.cached_property
-    def _by_split(self) -> dict[str, list[Document]]:
-        found: dict[str, list[Document]] = {}
-        for report in sorted(self.reports, key=lambda report: int(report["step"])):
-            found.setdefault(report.get("split", ""), []).append(report)
-        return found
 
     @property
     def metrics(self) -> list[str]:
@@ -142,17 +132,6 @@ class RunSeries:
                 before += last
             last = report.get("seconds", last)
             yield int(report["step"]), before + last
-
-    @property
-    def workers(self) -> list[str]:
-        """The workers of parameter servers, if the reports count their steps."""
-        last: Document = self.of("train")[-1] if self.of("train") else {}
-        return list(last.get("worker_steps", {}))
-
-    @functools.cached_property
-    def _sampled(self) -> list[Document]:
-        """Reports for curves of workers: as many as a plot can show."""
-        return [report for report in self.of("train") if "worker_steps" in report]
 
     def share_curve(self, worker: str) -> Points:
         """The share of `worker` in the steps between two reports."""
@@ -249,7 +228,3 @@ class RunSeries:
             "host": str(self.config.get("host") or "-"),
             "GPU memory": f"{peak / 2**30:.1f} GiB" if peak else "-",
         }
-
-    def versions(self) -> dict[str, Any]:  # Any: JSON values.
-        """The versions that config.json names."""
-        return dict(self.config.get("versions") or {})

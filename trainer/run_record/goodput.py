@@ -104,9 +104,8 @@ def goodput(model_dir: str) -> list[TaskTime]:
     end = max(process.last["time"] for found in tasks.values() for process in found)
     pieces = {}
     for name, processes in tasks.items():
-        found = _pieces(processes, deaths[name], end)
         unrecorded = _killed_at_start(join(directory, f"{name}.log"), processes)
-        pieces[name] = _with_lost_steps([*unrecorded, *found])
+        pieces[name] = [*unrecorded, *_pieces(processes, deaths[name], end)]
     chief = next((name for name in CHIEFS if name in pieces), None)
     chief_pieces = pieces[chief] if chief else []
     return [
@@ -188,6 +187,8 @@ def _pieces(processes: Sequence[_Process], deaths: Sequence[float], end: float) 
             if length > 0:
                 resumes = line["begins"] > begins and line["step"] is not None
                 first = line["first_step"] if resumes else step
+                if resumes and first is not None:
+                    _lose(pieces, first)
                 pieces.append(Piece(begin, begin + length, more, first, line["step"], resumes))
                 begin += length
                 step, seconds, begins = line["step"], line["seconds"], line["begins"]
@@ -212,18 +213,11 @@ def _gap(
     return [*found, Piece(begin, end, {"dead": end - begin})]
 
 
-def _with_lost_steps(pieces: Sequence[Piece]) -> list[Piece]:
-    """Moves the time of steps that were repeated to "lost steps", in proportion to the steps."""
-    done: list[Piece] = []
-    for piece in pieces:
-        if piece.resumes and piece.first_step is not None:
-            _lose(done, piece.first_step)
-        done.append(piece)
-    return done
-
-
 def _lose(pieces: list[Piece], kept_step: int) -> None:
-    """Moves the time after `kept_step`, at the end of `pieces`, also that of an unfinished step."""
+    """Moves the time of steps after `kept_step`, which were repeated, to "lost steps".
+
+    It is at the end of `pieces`. The time of an unfinished step is moved, too.
+    """
     index = len(pieces) - 1
     while index >= 0:
         piece = pieces[index]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data.system import object_store
+from data.system.background import repeating
 from data.system.files import exists, is_s3, join
 from trainer.run_files import local_dir
 
@@ -38,43 +39,33 @@ def uploading_reports(
     if not is_s3(model_dir):
         yield lambda: None
         return
-    upload = ReportUpload(local_dir(model_dir), model_dir, names)
-    if resumes:
-        upload.fetch(resumes)
-    stop = threading.Event()
-
-    def run() -> None:
-        while not stop.wait(_SECS):
-            upload.sync()
-
-    thread = threading.Thread(target=run, name="report-upload", daemon=True)
-    thread.start()
+    upload = ReportUpload(local_dir(model_dir), model_dir, names, resumes)
     try:
-        yield upload.sync
+        with repeating(upload.sync, _SECS):
+            yield upload.sync
     finally:
-        stop.set()
-        thread.join()
-        upload.close()
+        upload.sync()
+        if upload.failure:
+            message = "%s lacks the last reports (%s); they are in %s."
+            log.warning(message, model_dir, upload.failure, upload.directory)
 
 
 class ReportUpload:
     """Uploads files that have changed since they were last uploaded, or since this was created."""
 
-    def __init__(self, directory: str, url: str, names: Sequence[str]) -> None:
-        self._directory, self._url, self._names = Path(directory), url, names
-        self._directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: str, url: str, names: Sequence[str], resumes: str = "") -> None:
+        """Replaces the file `resumes` by its object. Raises OSError if that fails."""
+        self.directory, self._url, self._names = Path(directory), url, names
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if resumes:
+            path, remote = self.directory / resumes, join(url, resumes)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            if exists(remote):
+                object_store.download(remote, str(path))
         self._uploaded = self._stamps()
-        self._failure = ""
+        self.failure = ""
         self._lock = threading.Lock()
-
-    def fetch(self, name: str) -> None:
-        """Replaces a local file by the object. Raises OSError if that fails."""
-        path, url = self._directory / name, join(self._url, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        if exists(url):
-            object_store.download(url, str(path))
-        self._uploaded = self._stamps()
 
     def sync(self) -> None:
         """Uploads the changed files. A failure is logged once; the next call tries again."""
@@ -82,28 +73,21 @@ class ReportUpload:
             try:
                 for path, stamp in self._stamps().items():
                     if self._uploaded.get(path) != stamp:
-                        name = path.relative_to(self._directory).as_posix()
+                        name = path.relative_to(self.directory).as_posix()
                         object_store.upload(str(path), join(self._url, name))
                         self._uploaded[path] = stamp
-                self._failure = ""
+                self.failure = ""
             except OSError as error:
-                if not self._failure:
+                if not self.failure:
                     message = "%s: %s. Training continues; the next upload is tried."
                     log.warning(message, self._url, error)
-                self._failure = str(error)
-
-    def close(self) -> None:
-        """Uploads the changed files for the last time; if that fails, logs where they are."""
-        self.sync()
-        if self._failure:
-            message = "%s lacks the last reports (%s); they are in %s."
-            log.warning(message, self._url, self._failure, self._directory)
+                self.failure = str(error)
 
     def _stamps(self) -> dict[Path, tuple[int, int]]:
         """Size and time of the last change of each file."""
         stamps = {}
         for name in self._names:
-            top = self._directory / name
+            top = self.directory / name
             for path in [top, *top.rglob("*")]:
                 with contextlib.suppress(FileNotFoundError):  # Renamed meanwhile.
                     status = os.stat(path)

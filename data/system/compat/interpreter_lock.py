@@ -13,13 +13,14 @@ import contextlib
 import ctypes
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework.errors import exception_type_from_error_code
+
+from data.system.background import repeating
 
 _SIGACTION_BYTES = 256  # At least the size of libc's struct.
 _RESTORE_SECS = 0.01
@@ -73,15 +74,6 @@ def _sigterm_handler_kept() -> Iterator[None]:
     libc = ctypes.CDLL(None)
     handler = ctypes.create_string_buffer(_SIGACTION_BYTES)
     libc.sigaction(int(signal.SIGTERM), None, handler)
-    is_over = threading.Event()
-
-    def restore() -> None:
-        while not is_over.wait(_RESTORE_SECS):
-            libc.sigaction(int(signal.SIGTERM), handler, None)
-
-    # `signal.signal` works in the main thread only, which waits.
-    threading.Thread(target=restore, name="SIGTERM handler", daemon=True).start()
-    try:
+    # On a thread, because `signal.signal` works in the main thread only, which waits.
+    with repeating(lambda: libc.sigaction(int(signal.SIGTERM), handler, None), _RESTORE_SECS):
         yield
-    finally:
-        is_over.set()

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from data.system.files import absolute
 from trainer.config import flatten_json
-from trainer.hooks.trackers.identity import PROJECT, Tracker, numbers, remember, remembered
+from trainer.hooks.tracking import PROJECT, Tracker, numbers, remember, remembered
 from trainer.hooks.writers import Values
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
-from trainer.hooks.trackers.identity import PROJECT, Tracker, numbers, remember, remembered
+from trainer.hooks.tracking import PROJECT, Tracker, numbers, remember, remembered
 from trainer.hooks.writers import Values
 from trainer.run_files import local_dir
 
