@@ -50,21 +50,15 @@ class DiskReader:
 
     @no_autograph
     def batches(
-        self,
-        first_batch: int,
-        lanes: range,
-        num_batches: int | None = None,
-        *,
-        waited: tf.Variable | None = None,
+        self, first_batch: int, lanes: range, num_batches: int | None = None
     ) -> tf.data.Dataset:
         """Batches first_batch, first_batch + 1, ... as (inputs [n, ...], labels [n, ...]).
 
         If the reader `gives_seeds`, seeds int32 [n, 2] follow. n = len(lanes) * B / V, and static.
         Endless unless `num_batches` is given. The elements of a batch and their order do not depend
-        on the number of threads or on `first_batch`. The seconds for which a consumer waits are
-        added to `waited`, a float64 variable on the CPU.
+        on the number of threads or on `first_batch`.
         """
-        return self.batches_of([Part(first_batch, num_batches, lanes)], lanes, waited=waited)
+        return self.batches_of([Part(first_batch, num_batches, lanes)], lanes)
 
     @no_autograph
     def evaluation_batches(self, lanes: range) -> tf.data.Dataset:
@@ -88,7 +82,8 @@ class DiskReader:
         """As `batches`, but of `parts`, one after another, each with as many lanes as `lanes`.
 
         An iterator reads the parts that are in the list `parts` when it begins. `weights`: as of
-        `Reader.extras`.
+        `Reader.extras`. The seconds for which a consumer waits are added to `waited`, a float64
+        variable on the CPU.
         """
         extras = functools.partial(self._reader.extras, weights=weights)
         spec = self._reader.row_spec(lanes=lanes, weights=weights)
@@ -235,8 +230,8 @@ class DiskReader:
         if not isinstance(parse, ExampleParse):
             return None
         try:
-            window = self._windows().read(self._pieces.first_chunk())
-            (record,) = window.records(np.zeros(1, np.int64))
+            ranges, numbers = self._pieces.byte_ranges(self._reader.order, 0, 1, range(1))
+            (record, *_) = self._windows().read(ranges).records(numbers.reshape(-1)[:1])
         except (DamagedError, OSError):
             return None  # `_blocks` meets the same fault, and TensorFlow's reader then names it.
         return find_layout(record, parse.columns)

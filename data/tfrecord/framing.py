@@ -54,12 +54,11 @@ class Damage:
 
 
 class BadRecord(Exception):
-    """`walk` met a damaged record. `before`: the offsets of the records before it."""
+    """A damaged record was met."""
 
-    def __init__(self, damage: Damage, before: Int64s) -> None:
+    def __init__(self, damage: Damage) -> None:
         super().__init__(str(damage))
         self.damage = damage
-        self.before = before
 
 
 def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s:
@@ -92,9 +91,8 @@ def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s
         else:
             reason = NO_LENGTH
         if bad is not None:
-            before = np.concatenate([*walked, here[:bad] + block_begin])
             offset = block_begin + (int(here[bad]) if len(here) else 0)
-            raise BadRecord(Damage(path, number + len(before), offset, reason), before)
+            raise BadRecord(Damage(path, number + sum(map(len, walked)) + bad, offset, reason))
         walked.append(here + block_begin)
         position = block_begin + at
         sparse = at > _SPARSE_RECORD_BYTES * len(here)
@@ -114,7 +112,7 @@ def read_records(path: str, begin: int, end: int, number: int) -> Iterator[bytes
             record = read_data(file, record_end - begin - FRAME_BYTES) if record_end else None
             if record is None:
                 reason = "the length or the data does not fit its CRC, or the file was cut short"
-                raise BadRecord(Damage(path, number, begin, reason), np.zeros(0, np.int64))
+                raise BadRecord(Damage(path, number, begin, reason))
             yield record
             begin, number = record_end, number + 1
 
@@ -169,7 +167,8 @@ def compression_of(path: str) -> str | None:
 
 
 def _begins_record(head: bytes) -> bool:
-    return len(head) >= HEADER_BYTES and first_bad_header(head, np.zeros(1, np.int64)) is None
+    length, crc = head[:8], head[8:HEADER_BYTES]
+    return len(head) >= HEADER_BYTES and stored(google_crc32c.value(length)) == crc
 
 
 def refuse_compressed(path: str, data_dir: str) -> None:
