@@ -25,8 +25,8 @@ from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
 from data.reader import Parse, Reader, takes_seeds
 from data.system.compat.autograph import autograph, no_autograph
+from data.system.extras import of_satellite
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
-from data.system.satellites import of_satellite
 from data.tfrecord.damage import open_split, verify
 from data.tfrecord.shard_copies import with_copies
 from data.tfrecord.shard_names import prepare_again
