@@ -27,7 +27,7 @@ from data.system.compat.determinism import parallel_calls, timestamp
 from data.system.cores import num_cores
 from data.system.files import is_url
 from data.tfrecord.byte_ranges import Buffers, ByteRanges, DamagedError, Window, Windows
-from data.tfrecord.crc import HEADER_BYTES
+from data.tfrecord.crc import FOOTER_BYTES, HEADER_BYTES
 from data.tfrecord.fixed_layout import Layout, find_layout
 from data.tfrecord.pieces import PIECE_NAMES, Pieces
 
@@ -380,7 +380,8 @@ def _block(
         # One group at a time, so that its bytes are checked while they are in the CPU's caches.
         for group, into in zip(numbers, frames, strict=True):
             into = into.reshape(-1, layout.frame_bytes)
-            if not layout.copy_frames(window, group.reshape(-1), into):
+            are_complete = window.copy_frames(group.reshape(-1), into)
+            if not are_complete or not layout.fits(into[:, HEADER_BYTES:-FOOTER_BYTES]):
                 break
         else:
             return {"frames": frames}

@@ -1,8 +1,8 @@
 """Records of one layout: features are sliced out of the bytes instead of parsed.
 
     layout = find_layout(record, columns)               # None if there is none
-    if layout.copy_frames(window, numbers, frames):     # uint8 [n, frame_bytes]; checks CRCs
-        values = layout.slice(frames, HEADER_BYTES)     # {"image": uint8 [n, 784], ...}
+    if layout.fits(records):                            # uint8 [n, length]
+        values = layout.slice(records)                  # {"image": uint8 [n, 784], ...}
 
 Records that one program wrote mostly differ in values only. The offsets that a parser finds in a
 record depend only on tags and lengths, and on the top bit of each byte of a varint, which says that
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from data.tfrecord.byte_ranges import Window
-from data.tfrecord.crc import FOOTER_BYTES, FRAME_BYTES, HEADER_BYTES, Int64s, Uint8s
+from data.tfrecord.crc import FRAME_BYTES, Uint8s
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -93,13 +92,6 @@ class Layout:
     def frame_bytes(self) -> int:
         """The length of a record with its framing."""
         return len(self.template) + FRAME_BYTES
-
-    def copy_frames(self, window: Window, numbers: Int64s, into: Uint8s) -> bool:
-        """Copies records `numbers` [n] of `window` to `into`, uint8 [n, frame_bytes].
-
-        Returns True if all of them have this layout and fit their CRCs, else `into` is undefined.
-        """
-        return window.copy_frames(numbers, into) and self.fits(into[:, HEADER_BYTES:-FOOTER_BYTES])
 
     def slice(self, rows: "tf.Tensor", begin: int = 0) -> "dict[str, tf.Tensor]":
         """The columns of records that fit: uint8 [n, begin + length or more] -> [n, *shape] each.
