@@ -42,6 +42,7 @@ class StreamedFeed:
     Attributes:
         signature: The type of the result of `take`: of an iterator, or of the arrays of a plan.
         is_in_memory: True if no `batch` can fail, because all examples have been read.
+        finished: In the graph: makes a result of `batch`, or some rows of one, complete.
     """
 
     is_in_memory = False
@@ -61,7 +62,7 @@ class StreamedFeed:
         self._dataset, self._parts = dataset, parts or []
         self._next = self._parts[:1]
         self._waited, self._waited_before = waited, 0.0
-        self._finish = finish
+        self.finished = finish or no_autograph(lambda batch: batch)
         self.signature = tf.data.IteratorSpec(dataset.element_spec)
         self._iterator = iter(dataset)
 
@@ -92,11 +93,6 @@ class StreamedFeed:
         batch: Batch = next(taken)
         return batch
 
-    @no_autograph
-    def finished(self, batch: Batch) -> Batch:
-        """In the graph: the complete batch, of a result of `batch`, or of some rows of one."""
-        return self._finish(batch) if self._finish else batch
-
     def waited_secs(self) -> float:
         """The time that the caller and its graph waited for input, since the last call of this."""
         if self._waited is None:
@@ -112,6 +108,7 @@ class CachedFeed:
 
     def __init__(self, reader: Reader, first_batch: int, lanes: range) -> None:
         self._reader, self._examples = reader, cached_examples(reader)
+        self.finished = reader.finished
         self.signature = reader.row_spec(lanes=lanes)
         self._plans = (reader.row_plan(*run, lanes) for run in reader.runs(first_batch))
         self._planner = concurrent.futures.ThreadPoolExecutor(1, "feed")
@@ -165,11 +162,6 @@ class CachedFeed:
 
             return self._reader.narrow.gather_rows(rows, plan)
 
-    @no_autograph
-    def finished(self, batch: Batch) -> Batch:
-        """Widens and augments a batch in the graph."""
-        return self._reader.finished(batch)
-
     def waited_secs(self) -> float:
         """The time that the caller waited for plans, since the last call of this."""
         waited, self._waited_secs = self._waited_secs, 0.0
@@ -204,21 +196,22 @@ _cached_examples: "weakref.WeakKeyDictionary[Reader, Examples]" = weakref.WeakKe
 
 
 def cached_examples(reader: Reader) -> Examples:
-    """All examples of `reader` by record number, as `cached_specs`, on the CPU; parsed once."""
+    """All examples of `reader` by record number, as of `narrow`, on the CPU; parsed once."""
     if reader not in _cached_examples:
         _cached_examples[reader] = _parse_all(reader)
     return _cached_examples[reader]
 
 
 def _parse_all(reader: Reader) -> Examples:
-    size, num_examples = reader.group_examples(reader.cached_specs), reader.split.num_examples
+    specs, num_examples = reader.narrow.parsed_specs, reader.split.num_examples
+    size = reader.group_examples(specs)
     in_order = dataclasses.replace(
         reader.order, batch_size=size, lanes=1, window_batches=1, shuffle=False
     )
-    narrow = dataclasses.replace(reader, order=in_order, parse=reader.cached_parse)
+    narrow = dataclasses.replace(reader.narrow, order=in_order)
     arrays: Nest = tf.nest.map_structure(
         lambda spec: _array([num_examples, *spec.shape[1:]], spec.dtype.as_numpy_dtype),
-        reader.cached_specs,
+        specs,
     )
     batches = DiskReader(narrow).evaluation_batches(range(1))
     for first, batch in zip(range(0, num_examples, size), batches, strict=True):

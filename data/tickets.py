@@ -175,20 +175,14 @@ class CachedTickets:
 
     def __init__(self, reader: Reader) -> None:
         self.order, self._reader = reader.order, reader
+        self.ticket, self.ticket_spec = reader.row_plan, reader.row_spec
+        self._narrow = reader.narrow  # The cached examples are before `widen`.
         # A server may still hold the examples of an earlier run: they are not used.
         self._owner = uuid.uuid4().hex
 
     def ticket_runs(self, first_batch: int) -> Iterator[tuple[int, int]]:
         """A single run: rows of memory are read equally fast in any order."""
         yield first_batch, sys.maxsize
-
-    def ticket(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Plan:
-        """The plan of some batches, as of `Reader.row_plan`."""
-        return self._reader.row_plan(first_batch, num_batches, lanes)
-
-    def ticket_spec(self, num_batches: int | None = None, lanes: range | None = None) -> Spec:
-        """The input signature of a ticket."""
-        return self._reader.row_spec(num_batches, lanes)
 
     @no_autograph
     def parse_ticket(self, ticket: dict[str, tf.Tensor]) -> Batch:
@@ -247,14 +241,14 @@ class CachedTickets:
             def gather(handle: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
                 return tf.raw_ops.ResourceGather(resource=handle, indices=numbers, dtype=spec.dtype)
 
-            return tf.nest.map_structure(gather, self._handles(), self._reader.cached_specs)
+            return tf.nest.map_structure(gather, self._handles(), self._narrow.parsed_specs)
 
         with tf.device("CPU:0"):
             return self._reader.gather_rows(rows, plan)
 
     def _fill(self) -> tf.Tensor:
         allocated = tf.nest.flatten(
-            tf.nest.map_structure(self._allocate, self._handles(), self._reader.cached_specs)
+            tf.nest.map_structure(self._allocate, self._handles(), self._narrow.parsed_specs)
         )
 
         def store(first: tf.Tensor, examples: Examples) -> tf.Tensor:
@@ -270,10 +264,10 @@ class CachedTickets:
             with tf.control_dependencies(stored):
                 return tf.identity(end)
 
-        # Every example once, by record number, as `cached_specs` of a group each.
-        group_examples = self._reader.group_examples(self._reader.cached_specs)
+        # Every example once, by record number, as `parsed_specs` of a group each.
+        group_examples = self._reader.group_examples(self._narrow.parsed_specs)
         records = Pieces(self._reader.split).all_records().batch(group_examples)
-        parse = autograph(self._reader.cached_parse)
+        parse = autograph(self._narrow.parse)
         examples = records.map(parse, num_parallel_calls=tf.data.AUTOTUNE)
         with tf.control_dependencies(allocated):
             num_cached = examples.reduce(tf.constant(0, tf.int64), store)
@@ -297,7 +291,7 @@ class CachedTickets:
         return tf.cond(is_allocated, lambda: tf.constant(True), allocate)
 
     def _handles(self) -> Nest:
-        specs, handles = self._reader.cached_specs, []
+        specs, handles = self._narrow.parsed_specs, []
         for index, spec in enumerate(tf.nest.flatten(specs)):
             shape, name = [self.order.num_examples, *spec.shape[1:]], f"{self._key}, {index}"
             handle = tf.raw_ops.VarHandleOp(dtype=spec.dtype, shape=shape, shared_name=name)
@@ -306,7 +300,7 @@ class CachedTickets:
 
     @property
     def _key(self) -> str:
-        specs = tf.nest.flatten(self._reader.cached_specs)
+        specs = tf.nest.flatten(self._narrow.parsed_specs)
         types = " ".join(f"{spec.dtype.name}{spec.shape[1:]}" for spec in specs)
         return f"cached examples, {self.order.num_examples} of {types}"
 
