@@ -46,6 +46,7 @@ class DiskReader:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._pieces = Pieces(reader.split)
+        self._read_into = reader.split.copies.read_into if reader.split.copies else None
         self._threads = reader.num_threads or min(_MAX_THREADS, num_cores())
 
     @no_autograph
@@ -147,7 +148,7 @@ class DiskReader:
         """
         most = self._group_batches(lanes)
         order, copies = self._reader.order, self._pieces.copies
-        windows, buffers = self._windows(), Buffers()
+        windows, buffers = Windows(self._read_into), Buffers()
         for first, num_batches, ranges, numbers in self._planned(first_batch, stop, lanes):
             window, is_fetched_again = _read(windows, ranges), False
             for begin, num_groups, size in _cut(num_batches, most, self._block_batches(lanes)):
@@ -176,10 +177,6 @@ class DiskReader:
                         },
                     }
                     at += num_groups * size
-
-    def _windows(self) -> Windows:
-        copies = self._pieces.copies
-        return Windows(copies.read_into if copies else None)
 
     def _planned(
         self, first_batch: int, stop: int | None, lanes: range
@@ -231,7 +228,7 @@ class DiskReader:
             return None
         try:
             ranges, numbers = self._pieces.byte_ranges(self._reader.order, 0, 1, range(1))
-            (record, *_) = self._windows().read(ranges).records(numbers.reshape(-1)[:1])
+            (record, *_) = Windows(self._read_into).read(ranges).records(numbers.reshape(-1)[:1])
         except (DamagedError, OSError):
             return None  # `_blocks` meets the same fault, and TensorFlow's reader then names it.
         return find_layout(record, parse.columns)

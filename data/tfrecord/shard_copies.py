@@ -82,29 +82,28 @@ def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
 
 
 class ShardCopies:
-    """The copies of the shards `urls`. Safe to use from several threads and processes."""
+    """The copies of the shards `urls`. Safe to use from several threads and processes.
+
+    `local`: the path of the copy of each shard, which need not exist, by its URL.
+    """
 
     def __init__(self, urls: Sequence[str], directory: str, max_bytes: int) -> None:
         self._directory, self._max_bytes = directory, max_bytes
         stamps = object_store.stamps_in(files.parent(urls[0]))
-        self._local: dict[str, str] = {}
+        self.local: dict[str, str] = {}
         self._objects: dict[str, tuple[str, int]] = {}  # By the path of the copy: URL, bytes.
         for url in urls:
             name = os.path.basename(url)
             num_bytes, _ = stamps[name]
             key = hashlib.sha256(f"{url} {stamps[name]}".encode()).hexdigest()[:16]
             path = os.path.join(directory, f"{key}-{name}")
-            self._local[url], self._objects[path] = path, (url, num_bytes)
+            self.local[url], self._objects[path] = path, (url, num_bytes)
         os.makedirs(directory, exist_ok=True)
         self._copies = self._open_copies()
         self._pool = concurrent.futures.ThreadPoolExecutor(_REQUESTS_IN_FLIGHT, "s3")
         self._fetched: weakref.WeakKeyDictionary[ByteRanges, list[_Fetched]] = (
             weakref.WeakKeyDictionary()
         )
-
-    def local(self, url: str) -> str:
-        """The path of the copy of a shard, which need not exist."""
-        return self._local[url]
 
     def fetch(self, ranges: ByteRanges) -> None:
         """Starts to fetch what `read_into(ranges)` needs; `ranges.paths` are paths of copies."""

@@ -190,7 +190,7 @@ def test_tensorflow_reads_complete(url: str, tmp_path: Path) -> None:
     split = copied(upload(url, tmp_path), tmp_path)
     complete(split)
     assert split.copies is not None
-    paths = [split.copies.local(shard.path) for shard in split.shards]
+    paths = [split.copies.local[shard.path] for shard in split.shards]
     found = tf.data.TFRecordDataset(paths).reduce(0, lambda count, record: count + 1)
     assert int(found) == split.num_examples
 
