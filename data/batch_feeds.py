@@ -16,7 +16,6 @@ Cached examples do not pass through tf.data: the loop itself gathers the rows of
 and augments them. Only the numbers of the rows are computed ahead.
 """
 
-import abc
 import concurrent.futures
 import dataclasses
 import math
@@ -27,7 +26,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from typing_extensions import override
 
 from data.disk_reader import DiskReader
 from data.order import Plan
@@ -36,67 +34,16 @@ from data.system.compat.autograph import no_autograph
 from data.tfrecord.byte_ranges import aligned
 
 
-class Feed(abc.ABC):
+class StreamedFeed:
     """Batches one after another, for a graph that asks for as many as its caller has taken.
+
+    They are the elements of a tf.data pipeline, which reads and parses ahead.
 
     Attributes:
         signature: The type of the result of `take`: of an iterator, or of the arrays of a plan.
         is_in_memory: True if no `batch` can fail, because all examples have been read.
+        finished: In the graph: makes a result of `batch`, or some rows of one, complete.
     """
-
-    signature: Nest
-    is_in_memory: bool
-
-    @abc.abstractmethod
-    def take(self, num_batches: int) -> Nest:
-        """Takes the next `num_batches` batches. The result is an argument of the graph."""
-
-    @abc.abstractmethod
-    def take_parts(self, parts: Sequence[Part]) -> Nest:
-        """As `take`, but of the batches of `parts`, which have as many lanes as those of `take`.
-
-        It is faster if the lanes of the last part continue in the first part of the next call. A
-        feed has either calls of `take`, or of this.
-        """
-
-    @abc.abstractmethod
-    def batch(self, taken: Nest, index: tf.Tensor) -> Batch:
-        """In the graph: batch `index` of `taken`. Called exactly once for each, in order.
-
-        It is on the CPU, and lacks what `finished` does.
-        """
-
-    @abc.abstractmethod
-    def finished(self, batch: Batch) -> Batch:
-        """In the graph: the complete batch, of a result of `batch`, or of some rows of one."""
-
-    @abc.abstractmethod
-    def waited_secs(self) -> float:
-        """The time that the caller and its graph waited for input, since the last call of this."""
-
-
-def open_feed(
-    reader: Reader, first_batch: int, lanes: range, *, finishes_in_graph: bool = False
-) -> Feed:
-    """The batches of `reader` from `first_batch`: from memory if it caches its examples.
-
-    Batches that are read from disk are augmented by the threads that read them. The threads also
-    widen them, or `finished` if `finishes_in_graph`, unless they are augmented. Cached batches are
-    always finished by `finished`.
-    """
-    if reader.caches_examples:
-        return CachedFeed(reader, first_batch, lanes)
-    with tf.device("CPU:0"):
-        waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-    widens = finishes_in_graph and reader.augment is None
-    read = reader.narrow if widens else reader
-    parts = [Part(first_batch, None, lanes)]
-    dataset = DiskReader(read).batches_of(parts, lanes, waited=waited)
-    return StreamedFeed(dataset, waited, reader.finished if widens else None, parts)
-
-
-class StreamedFeed(Feed):
-    """The elements of a tf.data pipeline, which reads and parses ahead."""
 
     is_in_memory = False
 
@@ -115,16 +62,20 @@ class StreamedFeed(Feed):
         self._dataset, self._parts = dataset, parts or []
         self._next = self._parts[:1]
         self._waited, self._waited_before = waited, 0.0
-        self._finish = finish
+        self.finished = finish or no_autograph(lambda batch: batch)
         self.signature = tf.data.IteratorSpec(dataset.element_spec)
         self._iterator = iter(dataset)
 
-    @override
     def take(self, num_batches: int) -> Nest:
+        """Takes the next `num_batches` batches. The result is an argument of the graph."""
         return self._iterator
 
-    @override
     def take_parts(self, parts: Sequence[Part]) -> Nest:
+        """As `take`, but of the batches of `parts`, which have as many lanes as those of `take`.
+
+        It is faster if the lanes of the last part continue in the first part of the next call. A
+        feed has either calls of `take`, or of this.
+        """
         *others, last = parts
         endless = last._replace(num_batches=None)
         if others or self._next != [endless]:
@@ -133,40 +84,39 @@ class StreamedFeed(Feed):
         self._next = [endless._replace(first_batch=last.first_batch + (last.num_batches or 0))]
         return self._iterator
 
-    @override
     @no_autograph
     def batch(self, taken: Nest, index: tf.Tensor) -> Batch:
+        """In the graph: batch `index` of `taken`. Called exactly once for each, in order.
+
+        It is on the CPU, and lacks what `finished` does.
+        """
         batch: Batch = next(taken)
         return batch
 
-    @override
-    @no_autograph
-    def finished(self, batch: Batch) -> Batch:
-        return self._finish(batch) if self._finish else batch
-
-    @override
     def waited_secs(self) -> float:
+        """The time that the caller and its graph waited for input, since the last call of this."""
         if self._waited is None:
             return 0.0
         before, self._waited_before = self._waited_before, float(self._waited.numpy())
         return self._waited_before - before
 
 
-class CachedFeed(Feed):
-    """Batches of examples that are all in memory."""
+class CachedFeed:
+    """As `StreamedFeed`, but batches of examples that are all in memory."""
 
     is_in_memory = True
 
     def __init__(self, reader: Reader, first_batch: int, lanes: range) -> None:
         self._reader, self._examples = reader, cached_examples(reader)
+        self.finished = reader.finished
         self.signature = reader.row_spec(lanes=lanes)
         self._plans = (reader.row_plan(*run, lanes) for run in reader.runs(first_batch))
         self._planner = concurrent.futures.ThreadPoolExecutor(1, "feed")
         self._ahead: concurrent.futures.Future[Plan] | None = None
         self._waited_secs = 0.0
 
-    @override
     def take(self, num_batches: int) -> dict[str, tf.Tensor]:
+        """Takes the row numbers of the next batches, and plans those of the next call ahead."""
         began = time.monotonic()
         plan = self._planned(self._ahead.result() if self._ahead else {}, num_batches)
         with tf.device("CPU:0"):
@@ -177,8 +127,8 @@ class CachedFeed(Feed):
         self._ahead = self._planner.submit(self._planned, left, num_batches)
         return taken
 
-    @override
     def take_parts(self, parts: Sequence[Part]) -> dict[str, tf.Tensor]:
+        """Takes the row numbers of the batches of `parts`."""
         began = time.monotonic()
         plans = [
             self._reader.row_plan(*run, lanes)
@@ -201,9 +151,9 @@ class CachedFeed(Feed):
             return plans[0]
         return {name: np.concatenate([p[name] for p in plans]) for name in self.signature}
 
-    @override
     @no_autograph
     def batch(self, taken: dict[str, tf.Tensor], index: tf.Tensor) -> Batch:
+        """Gathers the rows of a batch in the graph."""
         with tf.device("CPU:0"):
             plan = {name: tf.gather(values, index) for name, values in taken.items()}
 
@@ -212,15 +162,33 @@ class CachedFeed(Feed):
 
             return self._reader.narrow.gather_rows(rows, plan)
 
-    @override
-    @no_autograph
-    def finished(self, batch: Batch) -> Batch:
-        return self._reader.finished(batch)
-
-    @override
     def waited_secs(self) -> float:
+        """The time that the caller waited for plans, since the last call of this."""
         waited, self._waited_secs = self._waited_secs, 0.0
         return waited
+
+
+Feed = StreamedFeed | CachedFeed
+
+
+def open_feed(
+    reader: Reader, first_batch: int, lanes: range, *, finishes_in_graph: bool = False
+) -> Feed:
+    """The batches of `reader` from `first_batch`: from memory if it caches its examples.
+
+    Batches that are read from disk are augmented by the threads that read them. The threads also
+    widen them, or `finished` if `finishes_in_graph`, unless they are augmented. Cached batches are
+    always finished by `finished`.
+    """
+    if reader.caches_examples:
+        return CachedFeed(reader, first_batch, lanes)
+    with tf.device("CPU:0"):
+        waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+    widens = finishes_in_graph and reader.augment is None
+    read = reader.narrow if widens else reader
+    parts = [Part(first_batch, None, lanes)]
+    dataset = DiskReader(read).batches_of(parts, lanes, waited=waited)
+    return StreamedFeed(dataset, waited, reader.finished if widens else None, parts)
 
 
 # A run that goes back to a checkpoint opens another feed of its reader.
@@ -228,21 +196,22 @@ _cached_examples: "weakref.WeakKeyDictionary[Reader, Examples]" = weakref.WeakKe
 
 
 def cached_examples(reader: Reader) -> Examples:
-    """All examples of `reader` by record number, as `cached_specs`, on the CPU; parsed once."""
+    """All examples of `reader` by record number, as of `narrow`, on the CPU; parsed once."""
     if reader not in _cached_examples:
         _cached_examples[reader] = _parse_all(reader)
     return _cached_examples[reader]
 
 
 def _parse_all(reader: Reader) -> Examples:
-    size, num_examples = reader.group_examples(reader.cached_specs), reader.split.num_examples
+    specs, num_examples = reader.narrow.parsed_specs, reader.split.num_examples
+    size = reader.group_examples(specs)
     in_order = dataclasses.replace(
         reader.order, batch_size=size, lanes=1, window_batches=1, shuffle=False
     )
-    narrow = dataclasses.replace(reader, order=in_order, parse=reader.cached_parse)
+    narrow = dataclasses.replace(reader.narrow, order=in_order)
     arrays: Nest = tf.nest.map_structure(
         lambda spec: _array([num_examples, *spec.shape[1:]], spec.dtype.as_numpy_dtype),
-        reader.cached_specs,
+        specs,
     )
     batches = DiskReader(narrow).evaluation_batches(range(1))
     for first, batch in zip(range(0, num_examples, size), batches, strict=True):

@@ -27,7 +27,7 @@ from data.system.compat.determinism import parallel_calls, timestamp
 from data.system.cores import num_cores
 from data.system.files import is_url
 from data.tfrecord.byte_ranges import Buffers, ByteRanges, DamagedError, Window, Windows
-from data.tfrecord.crc import HEADER_BYTES
+from data.tfrecord.crc import FOOTER_BYTES, HEADER_BYTES
 from data.tfrecord.fixed_layout import Layout, find_layout
 from data.tfrecord.pieces import PIECE_NAMES, Pieces
 
@@ -46,25 +46,20 @@ class DiskReader:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._pieces = Pieces(reader.split)
+        self._read_into = reader.split.copies.read_into if reader.split.copies else None
         self._threads = reader.num_threads or min(_MAX_THREADS, num_cores())
 
     @no_autograph
     def batches(
-        self,
-        first_batch: int,
-        lanes: range,
-        num_batches: int | None = None,
-        *,
-        waited: tf.Variable | None = None,
+        self, first_batch: int, lanes: range, num_batches: int | None = None
     ) -> tf.data.Dataset:
         """Batches first_batch, first_batch + 1, ... as (inputs [n, ...], labels [n, ...]).
 
         If the reader `gives_seeds`, seeds int32 [n, 2] follow. n = len(lanes) * B / V, and static.
         Endless unless `num_batches` is given. The elements of a batch and their order do not depend
-        on the number of threads or on `first_batch`. The seconds for which a consumer waits are
-        added to `waited`, a float64 variable on the CPU.
+        on the number of threads or on `first_batch`.
         """
-        return self.batches_of([Part(first_batch, num_batches, lanes)], lanes, waited=waited)
+        return self.batches_of([Part(first_batch, num_batches, lanes)], lanes)
 
     @no_autograph
     def evaluation_batches(self, lanes: range) -> tf.data.Dataset:
@@ -88,7 +83,8 @@ class DiskReader:
         """As `batches`, but of `parts`, one after another, each with as many lanes as `lanes`.
 
         An iterator reads the parts that are in the list `parts` when it begins. `weights`: as of
-        `Reader.extras`.
+        `Reader.extras`. The seconds for which a consumer waits are added to `waited`, a float64
+        variable on the CPU.
         """
         extras = functools.partial(self._reader.extras, weights=weights)
         spec = self._reader.row_spec(lanes=lanes, weights=weights)
@@ -152,7 +148,7 @@ class DiskReader:
         """
         most = self._group_batches(lanes)
         order, copies = self._reader.order, self._pieces.copies
-        windows, buffers = self._windows(), Buffers()
+        windows, buffers = Windows(self._read_into), Buffers()
         for first, num_batches, ranges, numbers in self._planned(first_batch, stop, lanes):
             window, is_fetched_again = _read(windows, ranges), False
             for begin, num_groups, size in _cut(num_batches, most, self._block_batches(lanes)):
@@ -181,10 +177,6 @@ class DiskReader:
                         },
                     }
                     at += num_groups * size
-
-    def _windows(self) -> Windows:
-        copies = self._pieces.copies
-        return Windows(copies.read_into if copies else None)
 
     def _planned(
         self, first_batch: int, stop: int | None, lanes: range
@@ -235,8 +227,8 @@ class DiskReader:
         if not isinstance(parse, ExampleParse):
             return None
         try:
-            window = self._windows().read(self._pieces.first_chunk())
-            (record,) = window.records(np.zeros(1, np.int64))
+            ranges, numbers = self._pieces.byte_ranges(self._reader.order, 0, 1, range(1))
+            (record, *_) = Windows(self._read_into).read(ranges).records(numbers.reshape(-1)[:1])
         except (DamagedError, OSError):
             return None  # `_blocks` meets the same fault, and TensorFlow's reader then names it.
         return find_layout(record, parse.columns)
@@ -385,7 +377,8 @@ def _block(
         # One group at a time, so that its bytes are checked while they are in the CPU's caches.
         for group, into in zip(numbers, frames, strict=True):
             into = into.reshape(-1, layout.frame_bytes)
-            if not layout.copy_frames(window, group.reshape(-1), into):
+            are_complete = window.copy_frames(group.reshape(-1), into)
+            if not are_complete or not layout.fits(into[:, HEADER_BYTES:-FOOTER_BYTES]):
                 break
         else:
             return {"frames": frames}

@@ -7,7 +7,6 @@ Counts are exact. Each different id of a column takes 16 bytes of memory, and se
 while counts are merged.
 """
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,14 +23,20 @@ _MOST_PENDING = 1 << 20
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint16", "uint32")
 
 
-class IdCounter:
-    """How often each id of a column occurs."""
+class Counts:
+    """The different ids of a column, and how often each occurs.
+
+    Attributes:
+        ids: int64 [n], sorted; as of the last call of `merge`.
+        times: int64 [n], how often each of `ids` occurs.
+        is_text: The ids are hashes.
+    """
 
     def __init__(self, name: str, *, is_list: bool = False, is_text: bool = False) -> None:
-        """`is_list`: PADDING is not counted. `is_text`: the ids are hashes."""
-        self.name, self._is_list, self._is_text = name, is_list, is_text
-        self._ids: Int64s = np.empty(0, np.int64)
-        self._times: Int64s = np.empty(0, np.int64)
+        """`is_list`: PADDING is not counted."""
+        self.name, self._is_list, self.is_text = name, is_list, is_text
+        self.ids: Int64s = np.empty(0, np.int64)
+        self.times: Int64s = np.empty(0, np.int64)
         self._pending: list[Int64s] = []
         self._num_pending = 0
 
@@ -41,32 +46,18 @@ class IdCounter:
         self._pending.append(flat[flat != PADDING] if self._is_list else flat)
         self._num_pending += flat.size
         # So that a merge, which sorts all ids, adds to them by half or more.
-        if self._num_pending > max(_MOST_PENDING, len(self._ids) // 2):
-            self._merge()
+        if self._num_pending > max(_MOST_PENDING, len(self.ids) // 2):
+            self.merge()
 
-    def counts(self) -> "Counts":
-        """The counts of all ids that were added so far."""
-        self._merge()
-        return Counts(self.name, self._ids, self._times, self._is_text)
-
-    def _merge(self) -> None:
-        new, times = np.unique(np.concatenate([*self._pending, self._ids[:0]]), return_counts=True)
+    def merge(self) -> None:
+        """Adds what was counted since the last call to `ids` and `times`."""
+        new, times = np.unique(np.concatenate([*self._pending, self.ids[:0]]), return_counts=True)
         self._pending, self._num_pending = [], 0
-        both = np.concatenate([self._ids, new])
-        self._ids, places = np.unique(both, return_inverse=True)
+        both = np.concatenate([self.ids, new])
+        self.ids, places = np.unique(both, return_inverse=True)
         # Sums of whole numbers below 2**53 are exact in float64.
-        weights = np.concatenate([self._times, times])
-        self._times = np.bincount(places, weights, len(self._ids)).astype(np.int64)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Counts:
-    """The different ids of a column, sorted, and how often each occurs."""
-
-    name: str
-    ids: Int64s
-    times: Int64s
-    is_text: bool  # The ids are hashes.
+        weights = np.concatenate([self.times, times])
+        self.times = np.bincount(places, weights, len(self.ids)).astype(np.int64)
 
     @property
     def num_ids(self) -> int:
@@ -120,8 +111,10 @@ def count_ids(data_dir: str, split: records.Split) -> Iterator[Counts]:
         raise DataError(
             f"A record of {data_dir} is not as its features.json says: {reason}"
         ) from None
-    for of_feature in counters.values():
-        yield from (counter.counts() for counter in [*of_feature[1:], of_feature[0]])
+    for whole, *places in counters.values():
+        for counter in (*places, whole):
+            counter.merge()
+            yield counter
 
 
 def _has_ids(feature: Feature) -> bool:
@@ -129,11 +122,11 @@ def _has_ids(feature: Feature) -> bool:
     return (feature.is_text or is_whole) and len(feature.shape) < 2 and None not in feature.shape
 
 
-def _counters(feature: Feature) -> list[IdCounter]:
+def _counters(feature: Feature) -> list[Counts]:
     """The counter of all ids, and if there are several places, one for each."""
     is_list, is_text = bool(feature.shape), feature.is_text
     names = [feature.name]
     if is_list and feature.shape[0] != 1:
         places = range(feature.shape[0] or 0)
         names = [f"{feature.name}, all", *(f"{feature.name}[{place}]" for place in places)]
-    return [IdCounter(name, is_list=is_list, is_text=is_text) for name in names]
+    return [Counts(name, is_list=is_list, is_text=is_text) for name in names]

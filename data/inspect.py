@@ -34,10 +34,10 @@ from data.id_counts import count_ids
 from data.system import files
 from data.system.compat.quiet import quiet_tensorflow
 from data.system.errors import UsageError
+from data.system.extras import of_satellite
 from data.system.files import DataError
 from data.system.flags import parse_flags
 from data.system.pipes import ends_with_reader
-from data.system.satellites import of_satellite
 from data.tfrecord import damage
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records

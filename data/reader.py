@@ -87,12 +87,8 @@ class Reader:
         ours = (self.split.shard_lengths, self.split.chunk_examples)
         theirs = (self.order.shard_lengths, self.order.chunk_examples)
         if ours != theirs:
-            raise DataError(
-                f"The order is over {self.order.num_examples} records in chunks of "
-                f"{self.order.chunk_examples}, but split {self.split.name!r} has "
-                f"{self.split.num_examples} in chunks of {self.split.chunk_examples}. "
-                "Build it with Order(split.shard_lengths, split.chunk_examples, ...)."
-            )
+            name, number = self.split.name, self.order.num_examples
+            raise DataError(f"An order of {number} records is not that of split {name!r}.")
 
     @property
     def num_evaluation_batches(self) -> int:
@@ -156,17 +152,7 @@ class Reader:
     def caches_examples(self) -> bool:
         """True if all training examples fit in `cache_bytes`, so that they are cached."""
         num_examples, most = self.split.num_examples, self.cache_bytes
-        return most > 0 and _example_bytes(self.cached_specs) * num_examples <= most
-
-    @property
-    def cached_parse(self) -> Parse:
-        """Makes cached examples of records: `parse`, but an ExampleParse does not widen."""
-        return self.parse.narrow if isinstance(self.parse, ExampleParse) else self.parse
-
-    @functools.cached_property
-    def cached_specs(self) -> Nest:
-        """The types of cached (inputs, labels), each [n, ...]."""
-        return _specs(self.cached_parse)
+        return most > 0 and _example_bytes(self.narrow.parsed_specs) * num_examples <= most
 
     @functools.cached_property
     def parsed_specs(self) -> Nest:
@@ -193,18 +179,21 @@ class Reader:
     ) -> Batch:
         """Batches of cached examples, widened and finished; `plan`: see `row_plan`.
 
-        `rows_of`: record numbers, int64 [k] -> their `cached_specs`, each [k, ...].
+        `rows_of`: record numbers, int64 [k] -> as `narrow.parsed_specs`, each [k, ...].
         """
         numbers = plan["gather"]
         parsed = self._widened(rows_of(tf.reshape(numbers, [-1])))
         return self.finish(parsed, tf.shape(numbers), numbers.shape, plan)
 
-    @property
+    @functools.cached_property
     def narrow(self) -> "Reader":
-        """Gives batches as they are before `widen` and `augment`, for `finished` to complete."""
+        """Gives batches as they are before `widen` and `augment`, for `finished` to complete.
+
+        Its examples are those that are cached.
+        """
         return dataclasses.replace(
             self,
-            parse=self.cached_parse,
+            parse=self.parse.narrow if isinstance(self.parse, ExampleParse) else self.parse,
             augment=None,
             gives_seeds=self.gives_seeds or self.augment is not None,
         )

@@ -16,14 +16,13 @@ makes one ticket of each range for all batches of a run; `sub_batch` takes one r
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from typing_extensions import override
 
-from data.order import Order, Plan
+from data.order import Plan
 from data.reader import Batch, Examples, Nest, Reader
 from data.system.compat.autograph import autograph, no_autograph
 from data.tfrecord.pieces import PIECE_NAMES, Pieces
@@ -66,53 +65,7 @@ class PackedTickets(NamedTuple):
         return batch - self.starts[window], ticket
 
 
-class TicketSource(Protocol):
-    """Makes tickets on the chief, and examples of them in the graphs of workers."""
-
-    order: Order
-
-    def ticket_runs(self, first_batch: int) -> Iterator[tuple[int, int]]:
-        """Runs of batches from `first_batch` on, (first, count).
-
-        A ticket of one whole run reads each chunk once; each of several may read it again.
-        """
-
-    def ticket(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Plan:
-        """The plan of some batches: "gather", int64 [num_batches, n], `Reader.extras` and more."""
-
-    def ticket_spec(self, num_batches: int | None = None, lanes: range | None = None) -> Spec:
-        """The input signature of a ticket: a function traced with it is not traced again."""
-
-    def parse_ticket(self, ticket: dict[str, tf.Tensor]) -> Batch:
-        """In a graph: inputs and labels [num_batches, n, ...], and weights or seeds if given."""
-
-    def prepare(self) -> tf.Tensor:
-        """In a graph: must run before `sub_batch`. Returns any tensor, to depend on."""
-
-    def sub_batch(
-        self, batch: tf.Tensor, index: tf.Tensor, packed: PackedTickets, cache_name: str
-    ) -> Batch:
-        """In a graph: sub-batch `index` of `batch`, parsed: inputs and labels [n, ...], seeds.
-
-        Records that are read but not needed now are cached in the worker under `cache_name`.
-        """
-
-
-def ticket_source(reader: Reader) -> TicketSource:
-    """Tickets for the training batches of `reader`."""
-    return CachedTickets(reader) if reader.caches_examples else DiskTickets(reader)
-
-
-def pack_tickets(
-    source: TicketSource, first_batch: int, num_batches: int, lanes: Sequence[range]
-) -> npt.NDArray[np.object_]:
-    """The tickets of some batches for the lanes of each sub-batch: bytes [sub_batches, parts]."""
-    tickets = [source.ticket(first_batch, num_batches, of_sub_batch) for of_sub_batch in lanes]
-    parts = [[part for _, part in sorted(ticket.items())] for ticket in tickets]
-    return np.array([[tf.io.serialize_tensor(p).numpy() for p in row] for row in parts], object)
-
-
-class DiskTickets(TicketSource):
+class DiskTickets:
     """Tickets that name pieces of files: the worker that gets one reads and parses the records.
 
     They have the arrays of `Pieces.plan`: "shards", "byte_offsets", "skip", "take".
@@ -125,19 +78,22 @@ class DiskTickets(TicketSource):
         self.order, self._reader = reader.order, reader
         self._weights, self._pieces = weights, Pieces(reader.split)
 
-    @override
     def ticket_runs(self, first_batch: int) -> Iterator[tuple[int, int]]:
+        """Runs of batches from `first_batch` on, (first, count).
+
+        A ticket of one whole run reads each chunk once; each of several may read it again.
+        """
         return self.order.windows(first_batch)
 
-    @override
     def ticket(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Plan:
+        """The plan of some batches: "gather", int64 [num_batches, n], `Reader.extras` and more."""
         return {
             **self._pieces.plan(self.order, first_batch, num_batches, lanes),
             **self._reader.extras(first_batch, num_batches, lanes, weights=self._weights),
         }
 
-    @override
     def ticket_spec(self, num_batches: int | None = None, lanes: range | None = None) -> Spec:
+        """The input signature of a ticket: a function traced with it is not traced again."""
         pieces = dict.fromkeys(PIECE_NAMES, tf.TensorSpec([None], tf.int64))
         return {**pieces, **self._reader.row_spec(num_batches, lanes, weights=self._weights)}
 
@@ -146,20 +102,23 @@ class DiskTickets(TicketSource):
         """The records of a ticket, unparsed: string [num_batches, n]; their CRCs are checked."""
         return tf.gather(self._pieces.read(ticket), ticket["gather"])
 
-    @override
     @no_autograph
     def parse_ticket(self, ticket: dict[str, tf.Tensor]) -> Batch:
+        """In a graph: inputs and labels [num_batches, n, ...], and weights or seeds if given."""
         return self._reader.parse_records(self.read_ticket(ticket), ticket)
 
-    @override
     def prepare(self) -> tf.Tensor:
+        """In a graph: must run before `sub_batch`. Returns any tensor, to depend on."""
         return tf.constant(True)  # Every sub-batch is read when it is needed.
 
-    @override
     @no_autograph
     def sub_batch(
         self, batch: tf.Tensor, index: tf.Tensor, packed: PackedTickets, cache_name: str
     ) -> Batch:
+        """In a graph: sub-batch `index` of `batch`, parsed: inputs and labels [n, ...], seeds.
+
+        Records that are read but not needed now are cached in the worker under `cache_name`.
+        """
         records = self._cached_or_read(batch, index, packed, cache_name)
         extras = {}
         if "seeds" in packed.names:
@@ -207,7 +166,7 @@ class DiskTickets(TicketSource):
         return row[1:] if min(sizes) == most else row[1 : 1 + tf.gather(sizes, index)]
 
 
-class CachedTickets(TicketSource):
+class CachedTickets:
     """Tickets that name rows of examples cached in the worker, for training.
 
     They have the arrays of `Reader.row_plan`. No ticket reads a file: `prepare` fills the cache,
@@ -216,33 +175,26 @@ class CachedTickets(TicketSource):
 
     def __init__(self, reader: Reader) -> None:
         self.order, self._reader = reader.order, reader
+        self.ticket, self.ticket_spec = reader.row_plan, reader.row_spec
+        self._narrow = reader.narrow  # The cached examples are before `widen`.
         # A server may still hold the examples of an earlier run: they are not used.
         self._owner = uuid.uuid4().hex
 
-    @override
     def ticket_runs(self, first_batch: int) -> Iterator[tuple[int, int]]:
-        # A single run: rows of memory are read equally fast in any order.
+        """A single run: rows of memory are read equally fast in any order."""
         yield first_batch, sys.maxsize
 
-    @override
-    def ticket(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Plan:
-        return self._reader.row_plan(first_batch, num_batches, lanes)
-
-    @override
-    def ticket_spec(self, num_batches: int | None = None, lanes: range | None = None) -> Spec:
-        return self._reader.row_spec(num_batches, lanes)
-
-    @override
     @no_autograph
     def parse_ticket(self, ticket: dict[str, tf.Tensor]) -> Batch:
+        """As `DiskTickets.parse_ticket`, of rows."""
         with tf.control_dependencies([self.prepare()]):
             return self._gather(ticket)
 
-    @override
     @no_autograph
     def sub_batch(
         self, batch: tf.Tensor, index: tf.Tensor, packed: PackedTickets, cache_name: str
     ) -> Batch:
+        """As `DiskTickets.sub_batch`; nothing is cached under `cache_name`."""
         row, ticket = packed.unpack(batch, index, packed.names)
         size = packed.sizes[0] if len(set(packed.sizes)) == 1 else None
         plan = {}
@@ -250,7 +202,6 @@ class CachedTickets(TicketSource):
             plan[name] = tf.ensure_shape(part[row], [size, *packed.specs[0][name].shape[2:]])
         return self._gather(plan)
 
-    @override
     @no_autograph
     def prepare(self) -> tf.Tensor:
         """Fills the cache, unless it holds the examples of this run."""
@@ -290,14 +241,14 @@ class CachedTickets(TicketSource):
             def gather(handle: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
                 return tf.raw_ops.ResourceGather(resource=handle, indices=numbers, dtype=spec.dtype)
 
-            return tf.nest.map_structure(gather, self._handles(), self._reader.cached_specs)
+            return tf.nest.map_structure(gather, self._handles(), self._narrow.parsed_specs)
 
         with tf.device("CPU:0"):
             return self._reader.gather_rows(rows, plan)
 
     def _fill(self) -> tf.Tensor:
         allocated = tf.nest.flatten(
-            tf.nest.map_structure(self._allocate, self._handles(), self._reader.cached_specs)
+            tf.nest.map_structure(self._allocate, self._handles(), self._narrow.parsed_specs)
         )
 
         def store(first: tf.Tensor, examples: Examples) -> tf.Tensor:
@@ -313,10 +264,10 @@ class CachedTickets(TicketSource):
             with tf.control_dependencies(stored):
                 return tf.identity(end)
 
-        # Every example once, by record number, as `cached_specs` of a group each.
-        group_examples = self._reader.group_examples(self._reader.cached_specs)
+        # Every example once, by record number, as `parsed_specs` of a group each.
+        group_examples = self._reader.group_examples(self._narrow.parsed_specs)
         records = Pieces(self._reader.split).all_records().batch(group_examples)
-        parse = autograph(self._reader.cached_parse)
+        parse = autograph(self._narrow.parse)
         examples = records.map(parse, num_parallel_calls=tf.data.AUTOTUNE)
         with tf.control_dependencies(allocated):
             num_cached = examples.reduce(tf.constant(0, tf.int64), store)
@@ -340,7 +291,7 @@ class CachedTickets(TicketSource):
         return tf.cond(is_allocated, lambda: tf.constant(True), allocate)
 
     def _handles(self) -> Nest:
-        specs, handles = self._reader.cached_specs, []
+        specs, handles = self._narrow.parsed_specs, []
         for index, spec in enumerate(tf.nest.flatten(specs)):
             shape, name = [self.order.num_examples, *spec.shape[1:]], f"{self._key}, {index}"
             handle = tf.raw_ops.VarHandleOp(dtype=spec.dtype, shape=shape, shared_name=name)
@@ -349,6 +300,23 @@ class CachedTickets(TicketSource):
 
     @property
     def _key(self) -> str:
-        specs = tf.nest.flatten(self._reader.cached_specs)
+        specs = tf.nest.flatten(self._narrow.parsed_specs)
         types = " ".join(f"{spec.dtype.name}{spec.shape[1:]}" for spec in specs)
         return f"cached examples, {self.order.num_examples} of {types}"
+
+
+TicketSource = DiskTickets | CachedTickets  # Made on the chief, used in the graphs of workers.
+
+
+def ticket_source(reader: Reader) -> TicketSource:
+    """Tickets for the training batches of `reader`."""
+    return CachedTickets(reader) if reader.caches_examples else DiskTickets(reader)
+
+
+def pack_tickets(
+    source: TicketSource, first_batch: int, num_batches: int, lanes: Sequence[range]
+) -> npt.NDArray[np.object_]:
+    """The tickets of some batches for the lanes of each sub-batch: bytes [sub_batches, parts]."""
+    tickets = [source.ticket(first_batch, num_batches, of_sub_batch) for of_sub_batch in lanes]
+    parts = [[part for _, part in sorted(ticket.items())] for ticket in tickets]
+    return np.array([[tf.io.serialize_tensor(p).numpy() for p in row] for row in parts], object)

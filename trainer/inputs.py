@@ -25,10 +25,10 @@ from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
 from data.reader import Parse, Reader, takes_seeds
 from data.system.compat.autograph import autograph, no_autograph
+from data.system.extras import of_satellite
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
-from data.system.satellites import of_satellite
 from data.tfrecord.damage import open_split, verify
-from data.tfrecord.shard_copies import complete_copies, with_copies
+from data.tfrecord.shard_copies import with_copies
 from data.tfrecord.shard_names import prepare_again
 from data.tfrecord.split import Split, changed_files, check_record_bytes
 from strategies.base import Batch
@@ -147,8 +147,8 @@ def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split
             f"{split.num_skipped + split.num_examples:,}",
             split.damages[0],
         )
-    if copies_all:
-        complete_copies(split)
+    if copies_all and split.copies is not None:
+        split.copies.complete(split)
     return split
 
 

@@ -1,10 +1,12 @@
-"""Packages that only some commands need: the extras of pyproject.toml.
+"""What only some commands need: the extras of pyproject.toml, and satellites, loaded by name.
 
     scipy_io = import_extra("scipy.io", "samples", "The data set svhn")
     raise UsageError(missing("The tracker wandb", "wandb", "wandb"))
-    install_command("cuda")
+    prepare = of_satellite("data.prepare.preparing", "prepare")
 
-A command that lacks a package ends with exit code 2, and with the command that installs it.
+A command that lacks a package ends with exit code 2, and with the command that installs it. A
+satellite starts runs or looks at them; training does not need it. No import statement names one, so
+its folder can be deleted: then only what calls its functions fails, with one message.
 """
 
 import importlib
@@ -12,6 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from data.system.errors import UsageError
 
@@ -42,3 +45,16 @@ def import_extra(module: str, extra: str, what: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise UsageError(missing(what, error.name or module, extra)) from None
+
+
+def of_satellite(module: str, name: str) -> Any:  # Any: a function or a class.
+    """The function or class `name` of `module`. Raises UsageError if its folder is deleted."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # A package that the module imports is not installed.
+        raise UsageError(
+            f"This needs {error.name}, which was deleted from this copy of the program. Put its "
+            "folder back."
+        ) from None

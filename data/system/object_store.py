@@ -17,14 +17,14 @@ import errno
 import functools
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from data.system.errors import RunFailed
-from data.system.extras import missing
+from data.system.extras import import_extra
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -56,13 +56,9 @@ class UnavailableError(RunFailed, ConnectionError):
         return said or super().__str__()
 
 
-class MissingObstoreError(OSError):
-    """obstore is not installed. The message says what to type."""
-
-
-def require() -> None:
-    """Raises MissingObstoreError if obstore is not installed."""
-    _obstore()
+def require() -> ModuleType:
+    """Imports obstore. Raises UsageError if it is not installed."""
+    return import_extra("obstore", "s3", "s3://")
 
 
 def exists(url: str) -> bool:
@@ -75,12 +71,8 @@ def exists(url: str) -> bool:
 
 def is_dir(url: str) -> bool:
     """Returns True if there is an object in this directory."""
-    with contextlib.suppress(FileNotFoundError), _errors_of(url):
-        store, key = _located(url)
-        listing: Sequence[object] = next(
-            iter(_obstore().list(store, f"{key}/" if key else None, chunk_size=1)), []
-        )
-        return len(listing) > 0
+    with contextlib.suppress(FileNotFoundError), _object(url) as (store, key):
+        return any(store.list(f"{key}/" if key else None, chunk_size=1))
     return False
 
 
@@ -89,9 +81,8 @@ def names_in(url: str) -> list[str]:
 
     Raises FileNotFoundError if there are none.
     """
-    with _errors_of(url):
-        store, key = _located(url)
-        listing = _obstore().list_with_delimiter(store, key or None)
+    with _object(url) as (store, key):
+        listing = store.list_with_delimiter(key or None)
         paths = [*listing["common_prefixes"], *(item["path"] for item in listing["objects"])]
         if not paths:
             raise FileNotFoundError(errno.ENOENT, f"There is nothing in {url}")
@@ -100,15 +91,14 @@ def names_in(url: str) -> list[str]:
 
 def stamp(url: str) -> tuple[int, int]:
     """Size and time of the last change, in ns."""
-    with _errors_of(url):
-        return _stamp_of(_obstore().head(*_located(url)))
+    with _object(url) as (store, key):
+        return _stamp_of(store.head(key))
 
 
 def stamps_in(url: str) -> dict[str, tuple[int, int]]:
     """`stamp` of each object in a directory, by name: one request for 1,000 objects."""
-    with _errors_of(url):
-        store, key = _located(url)
-        items = _obstore().list_with_delimiter(store, key or None)["objects"]
+    with _object(url) as (store, key):
+        items = store.list_with_delimiter(key or None)["objects"]
         return {item["path"].rpartition("/")[2]: _stamp_of(item) for item in items}
 
 
@@ -124,8 +114,8 @@ def open_object(url: str) -> BinaryIO:
 
 def get_range(url: str, begin: int, end: int) -> memoryview:
     """Bytes [begin, end) of an object. Raises OSError if it is shorter."""
-    with _errors_of(url):
-        content = memoryview(_obstore().get_range(*_located(url), start=begin, end=end))
+    with _object(url) as (store, key):
+        content = memoryview(store.get_range(key, start=begin, end=end))
     if len(content) != end - begin:
         raise OSError(errno.EIO, f"The object ends before byte {end}", url)
     return content
@@ -133,26 +123,24 @@ def get_range(url: str, begin: int, end: int) -> memoryview:
 
 def put(url: str, content: bytes) -> None:
     """Writes an object."""
-    with _errors_of(url):
-        _obstore().put(*_located(url), content, use_multipart=False)
+    with _object(url) as (store, key):
+        store.put(key, content, use_multipart=False)
 
 
 def put_new(url: str, content: bytes) -> bool:
     """Writes an object if there is none; returns False, and changes nothing, if there is one."""
-    with _errors_of(url):
+    with _object(url) as (store, key):
         try:
-            _obstore().put(*_located(url), content, mode="create", use_multipart=False)
-        except _obstore().exceptions.AlreadyExistsError:
+            store.put(key, content, mode="create", use_multipart=False)
+        except require().exceptions.AlreadyExistsError:
             return False
     return True
 
 
 def upload(path: str, url: str) -> None:
     """Writes a local file as an object."""
-    with _errors_of(url):
-        store, key = _located(url)
-        parts = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_IN_FLIGHT}
-        _obstore().put(store, key, Path(path), **parts)
+    with _object(url) as (store, key):
+        store.put(key, Path(path), chunk_size=_PART_BYTES, max_concurrency=_PARTS_IN_FLIGHT)
 
 
 def upload_tree(directory: str, url: str) -> None:
@@ -163,30 +151,28 @@ def upload_tree(directory: str, url: str) -> None:
 
 def download(url: str, path: str) -> None:
     """Writes an object to a local file."""
-    with _errors_of(url), open(path, "wb") as file:
-        for block in _obstore().get(*_located(url)).stream(_PART_BYTES):
+    with _object(url) as (store, key), open(path, "wb") as file:
+        for block in store.get(key).stream(_PART_BYTES):
             file.write(block)
 
 
 def rename(source: str, target: str) -> None:
     """Copies an object of a bucket to another name in it, and removes the first."""
-    with _errors_of(source):
-        store, key = _located(source)
-        _obstore().rename(store, key, _located(target)[1])
+    with _object(target) as (_, new_key), _object(source) as (store, key):
+        store.rename(key, new_key)
 
 
 def remove(url: str) -> None:
     """Removes an object; there need not be one."""
-    with _errors_of(url):
-        _obstore().delete(*_located(url))
+    with _object(url) as (store, key):
+        store.delete(key)
 
 
 def remove_tree(url: str) -> None:
     """Removes all objects in a directory."""
-    with _errors_of(url):
-        store, key = _located(url)
-        for listing in _obstore().list(store, f"{key}/"):
-            _obstore().delete(store, [item["path"] for item in listing])
+    with _object(url) as (store, key):
+        for listing in store.list(f"{key}/"):
+            store.delete([item["path"] for item in listing])
 
 
 class _ObjectReader(io.RawIOBase):
@@ -216,11 +202,6 @@ class _ObjectReader(io.RawIOBase):
         return len(content)
 
 
-def _located(url: str) -> tuple["S3Store", str]:
-    bucket, _, key = url.removeprefix(SCHEME).partition("/")
-    return _store(bucket), key.rstrip("/")
-
-
 @functools.cache
 def _store(bucket: str) -> "S3Store":
     from obstore.store import S3Store
@@ -242,21 +223,13 @@ def _store(bucket: str) -> "S3Store":
     )
 
 
-def _obstore() -> ModuleType:
-    try:
-        import obstore
-    except ImportError as error:
-        message = missing("s3://", "obstore", "s3")
-        raise MissingObstoreError(errno.ENOENT, message) from error
-    return obstore
-
-
 @contextlib.contextmanager
-def _errors_of(url: str) -> Iterator[None]:
-    """Turns obstore's errors into OSErrors."""
-    errors = _obstore().exceptions
+def _object(url: str) -> Iterator[tuple["S3Store", str]]:
+    """The store and the key of `url`. Within it, errors of obstore become OSErrors."""
+    errors = require().exceptions
+    bucket, _, key = url.removeprefix(SCHEME).partition("/")
     try:
-        yield
+        yield _store(bucket), key.rstrip("/")
     except FileNotFoundError as error:
         if error.errno is not None:
             raise

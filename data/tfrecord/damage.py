@@ -20,7 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from data.system.files import SKIP, DataError
 from data.tfrecord import framing as frames
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
-from data.tfrecord.crc import Int64s
+from data.tfrecord.crc import FRAME_BYTES, HEADER_BYTES, Int64s
 from data.tfrecord.framing import BadRecord, Damage
 from data.tfrecord.split import Shard, Split
 
@@ -134,7 +134,7 @@ def examine(data_dir: str, split: str) -> list[ShardReport]:
             chunks = _chunks(indexed[path], index.chunk_examples)
         if announced is not None and len(announced) == len(paths):
             num_expected = announced[number]
-        report, _ = _examine_shard(path, chunks, num_expected)
+        report = _examine_shard(path, chunks, num_expected)
         if report.num_bytes and not report.runs:
             frames.refuse_compressed(path, data_dir)
         reports.append(report)
@@ -154,12 +154,9 @@ def verify(split: Split) -> list[Damage]:
             continue
         shards = list(group)
         chunks = [chunk for shard in shards for chunk in _chunks(shard, split.chunk_examples)]
-        report, starts = _examine_shard(path, chunks, None)
+        report = _examine_shard(path, chunks, None)
         damages += [d for d in report.damages if (d.path, d.record) not in left_out]
-        is_as_indexed = len(starts) == shards[0].num_records and np.array_equal(
-            starts[:: split.chunk_examples], shards[0].offsets
-        )
-        if not report.damages and not is_as_indexed:
+        if not report.damages and not _is_indexed(report, shards[0], split.chunk_examples):
             reason = "the file is complete, but its index does not fit it: remove the index"
             damages.append(Damage(path, 0, 0, reason))
     return damages
@@ -173,76 +170,57 @@ def _chunks(shard: Shard, chunk_examples: int) -> list[tuple[int, int]]:
 
 def _examine_shard(
     path: str, chunks: list[tuple[int, int]], num_expected: int | None
-) -> tuple[ShardReport, Int64s]:
-    """Also returns the offsets of the first records, up to a damaged length.
-
-    `chunks`: (record number, byte offset) of some records, from an index without damage.
-    """
+) -> ShardReport:
+    """`chunks`: (record number, byte offset) of some records, from an index without damage."""
     size = files.num_bytes_of(path) if files.exists(path) else None
     if size is None or (size == 0 and num_expected):
         reason = "it is missing" if size is None else "it is empty"
-        damage = Damage(path, 0, 0, reason, num_expected)
-        return ShardReport(path, size, (), (damage,)), np.zeros(0, np.int64)
-    walked, damages = _walk_over(path, size, chunks, num_expected)
-    num_known = max((n + len(starts) for n, starts, _ in walked), default=0)
-    if not damages and num_expected is not None and num_known < num_expected:
-        reason = f"the file ends between two records; {num_expected:,} were written"
-        damages.append(Damage(path, num_known, size, reason, num_expected - num_known))
+        return ShardReport(path, size, (), (Damage(path, 0, 0, reason, num_expected),))
     runs: list[Run] = []
-    for first_record, starts, end in walked:
-        bad = frames.content_damage(path, starts, first_record)
-        damages += bad
-        runs += _runs_between(first_record, starts, end, [damage.record for damage in bad])
-    damages.sort(key=lambda damage: damage.record)
-    first = walked[0][1] if walked else np.zeros(0, np.int64)
-    return ShardReport(path, size, tuple(runs), tuple(damages)), first
-
-
-def _walk_over(
-    path: str, size: int, chunks: list[tuple[int, int]], num_expected: int | None
-) -> tuple[list[tuple[int, Int64s, int]], list[Damage]]:
-    """Runs of records found by headers, (first number, offsets, end), and the gaps."""
-    walked: list[tuple[int, Int64s, int]] = []
     damages: list[Damage] = []
-    record, begin = 0, 0
-    with files.open_file(path) as file:
-        while begin < size:
-            try:
-                starts = frames.walk(file, path, begin, size, record)
-            except BadRecord as error:
-                bad = error.damage
-                if len(error.before):
-                    walked.append((record, error.before, bad.offset))
+    record = at = first = begin = 0  # `first`, `begin`: of the run of good records at `record`.
+    are_counted = True
+    with frames.buffered(path) as file:
+        while at < size:
+            end = frames.end_of(file, at)
+            is_inside = at < end <= size
+            length = end - at - FRAME_BYTES
+            if is_inside and frames.read_data(file, length, keeps=False) is not None:
+                record, at = record + 1, end
+                continue
+            if record > first:
+                runs.append(Run(first, record - first, begin, at))
+            if is_inside:
+                reason, following, begin = "the data does not fit its CRC", record + 1, end
             else:
-                walked.append((record, starts, size))
-                break
-            for record, begin in chunks:
-                follows = record > bad.record and bad.offset < begin < size
-                if follows and _is_header(file, path, begin, size, record):
-                    num_lost: int | None = record - bad.record
-                    break
-            else:
-                begin = size
-                num_lost = None if num_expected is None else max(1, num_expected - bad.record)
-            damages.append(dataclasses.replace(bad, num_records=num_lost))
-    return walked, damages
+                is_cut = end > 0 or size - at < HEADER_BYTES
+                reason = frames.CUT_SHORT.format(size) if is_cut else frames.NO_LENGTH
+                are_counted, begin = False, size
+                following = max(record + 1, num_expected or 0)
+                for number, offset in chunks:
+                    is_after = number > record and at < offset < size
+                    if is_after and offset < frames.end_of(file, offset) <= size:
+                        following, begin = number, offset
+                        break
+            is_known = num_expected is not None or is_inside or begin < size
+            num_lost = following - record if is_known else None
+            damages.append(Damage(path, record, at, reason, num_lost))
+            record = first = following
+            at = begin
+    if record > first:
+        runs.append(Run(first, record - first, begin, at))
+    if are_counted and num_expected is not None and record < num_expected:
+        reason = f"the file ends between two records; {num_expected:,} were written"
+        damages.append(Damage(path, record, size, reason, num_expected - record))
+    return ShardReport(path, size, tuple(runs), tuple(damages))
 
 
-def _is_header(file: BinaryIO, path: str, begin: int, size: int, record: int) -> bool:
-    try:
-        frames.walk(file, path, begin, size, record)
-    except BadRecord as error:
-        return error.damage.offset > begin
-    return True
-
-
-def _runs_between(first_record: int, starts: Int64s, end: int, bad: list[int]) -> Iterator[Run]:
-    bounds = np.append(starts, end)
-    first = 0
-    for index in [*(record - first_record for record in bad), len(starts)]:
-        if index > first:
-            yield Run(first_record + first, index - first, int(bounds[first]), int(bounds[index]))
-        first = index + 1
+def _is_indexed(report: ShardReport, shard: Shard, chunk_examples: int) -> bool:
+    """Returns True if an index, which has `shard`, fits the records of an undamaged file."""
+    starts = [_starts(report.path, run) for run in report.runs]  # None in an empty file.
+    found = np.concatenate([*starts, shard.offsets[:0]])[::chunk_examples]
+    counts = shard.num_bytes, shard.num_records
+    return counts == (report.num_bytes, report.num_good) and np.array_equal(found, shard.offsets)
 
 
 def _saved_or_examined(data_dir: str, split: str) -> list[ShardReport]:
@@ -285,9 +263,7 @@ def _remove_foreign_index(data_dir: str, split: str, reports: list[ShardReport])
     if (index := records.load_index(data_dir, split)) is None:
         return
     for report, shard in zip(reports, index.shards, strict=False):
-        starts = [_starts(report.path, run) for run in report.runs]  # None in an empty file.
-        found = np.concatenate([*starts, shard.offsets[:0]])[:: index.chunk_examples]
-        if shard.num_bytes != report.num_bytes or not np.array_equal(found, shard.offsets):
+        if not _is_indexed(report, shard, index.chunk_examples):
             path = records.index_path(data_dir, split)
             _log.warning("%s does not fit %s, which is complete: removed.", path, report.path)
             files.remove_file(path)

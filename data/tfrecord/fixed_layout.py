@@ -1,8 +1,8 @@
 """Records of one layout: features are sliced out of the bytes instead of parsed.
 
     layout = find_layout(record, columns)               # None if there is none
-    if layout.copy_frames(window, numbers, frames):     # uint8 [n, frame_bytes]; checks CRCs
-        values = layout.slice(frames, HEADER_BYTES)     # {"image": uint8 [n, 784], ...}
+    if layout.fits(records):                            # uint8 [n, length]
+        values = layout.slice(records)                  # {"image": uint8 [n, 784], ...}
 
 Records that one program wrote mostly differ in values only. The offsets that a parser finds in a
 record depend only on tags and lengths, and on the top bit of each byte of a varint, which says that
@@ -15,18 +15,18 @@ slices are the values that it returns.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from data.tfrecord.byte_ranges import Window
-from data.tfrecord.crc import FOOTER_BYTES, FRAME_BYTES, HEADER_BYTES, Int64s, Uint8s
+from data.tfrecord.crc import FRAME_BYTES, Uint8s
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 _LENGTH_DELIMITED = 2  # A wire type.
+_KINDS = {1: "bytes", 2: "float", 3: "int64"}  # By the number of the field of a list.
 _MAX_VARINT_BYTES = 10
 _MAX_RECORD_BYTES = 1 << 20  # Slicing larger records saves nothing.
 
@@ -64,10 +64,6 @@ class _Values:
     width: int
 
 
-class _UnknownForm(Exception):
-    pass
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """The common layout of the records of a split.
@@ -96,13 +92,6 @@ class Layout:
     def frame_bytes(self) -> int:
         """The length of a record with its framing."""
         return len(self.template) + FRAME_BYTES
-
-    def copy_frames(self, window: Window, numbers: Int64s, into: Uint8s) -> bool:
-        """Copies records `numbers` [n] of `window` to `into`, uint8 [n, frame_bytes].
-
-        Returns True if all of them have this layout and fit their CRCs, else `into` is undefined.
-        """
-        return window.copy_frames(numbers, into) and self.fits(into[:, HEADER_BYTES:-FOOTER_BYTES])
 
     def slice(self, rows: "tf.Tensor", begin: int = 0) -> "dict[str, tf.Tensor]":
         """The columns of records that fit: uint8 [n, begin + length or more] -> [n, *shape] each.
@@ -139,7 +128,7 @@ def find_layout(record: bytes, columns: Mapping[str, Column]) -> Layout | None:
     mask = np.full(len(record), 0xFF, np.uint8)
     try:
         found = _features(record, mask)
-    except (_UnknownForm, IndexError, UnicodeDecodeError):
+    except ValueError:  # Another form: a field that is not delimited, or more fields than one.
         return None
     for name, column in columns.items():
         place = found.get(name)
@@ -177,69 +166,62 @@ def _features(record: bytes, mask: Uint8s) -> dict[str, _Values | None]:
     Clears the bits of `mask` that may differ from record to record.
     """
     found: dict[str, _Values | None] = {}
-    begin, end = _only(record, 0, len(record), 1)
-    while begin < end:
-        entry, entry_end = _delimited(record, begin, end, 1)
-        key, key_end = _delimited(record, entry, entry_end, 1)
-        value, value_end = _delimited(record, key_end, entry_end, 2)
-        name = record[key:key_end].decode()
-        if value_end != entry_end or name in found:
-            raise _UnknownForm
-        found[name] = _values(record, value, value_end, mask)
-        begin = entry_end
+    for _, begin, end in _fields(record, 0, len(record), [1], most=1):
+        for _, entry, entry_end in _fields(record, begin, end, [1]):
+            (one, key, key_end), (two, value, value_end) = _fields(record, entry, entry_end, [1, 2])
+            name = record[key:key_end].decode()
+            if (one, two) != (1, 2) or name in found:
+                raise ValueError
+            found[name] = _values(record, value, value_end, mask)
     return found
 
 
 def _values(record: bytes, begin: int, end: int, mask: Uint8s) -> _Values | None:
-    if begin == end:
-        return None
-    number = record[begin] >> 3
-    kind = {1: "bytes", 2: "float", 3: "int64"}.get(number)
-    if kind is None:
-        raise _UnknownForm
-    begin, end = _only(record, begin, end, number)
-    if begin == end:
-        return None
-    # A bytes_list of one value; packed numbers have the same form.
-    first, first_end = _delimited(record, begin, end, 1)
-    if first_end != end:
-        return None
-    if kind == "bytes":
+    """The place of the values of a tf.train.Feature; None if there are none, or several strings."""
+    for number, list_begin, list_end in _fields(record, begin, end, _KINDS, most=1):
+        # A bytes_list of one value; packed numbers have the same form.
+        lists = _fields(record, list_begin, list_end, [1])
+        if len(lists) != 1:
+            return None
+        _, first, end = lists[0]
+        kind = _KINDS[number]
+        if kind == "int64":
+            widths, at = [], first
+            while at < end:
+                _, after = _varint(record, at, end)
+                widths.append(after - at)
+                at = after
+            if len(set(widths)) != 1:
+                return None
+            mask[first:end] = 0x80
+            return _Values(kind, first, len(widths), widths[0])
         mask[first:end] = 0
-        return _Values(kind, first, 1, end - first)
-    if kind == "float":
+        if kind == "bytes":
+            return _Values(kind, first, 1, end - first)
         if (end - first) % 4:
-            raise _UnknownForm
-        mask[first:end] = 0
+            raise ValueError
         return _Values(kind, first, (end - first) // 4, 4) if end > first else None
-    widths, at = [], first
-    while at < end:
-        _, after = _varint(record, at, end)
-        widths.append(after - at)
-        at = after
-    if len(set(widths)) != 1:
-        return None
-    mask[first:end] = 0x80
-    return _Values(kind, first, len(widths), widths[0])
+    return None
 
 
-def _only(record: bytes, begin: int, end: int, number: int) -> tuple[int, int]:
-    """The content of field `number`, the only one of the message in [begin, end), if any."""
-    if begin == end:
-        return begin, end
-    first, first_end = _delimited(record, begin, end, number)
-    if first_end != end:
-        raise _UnknownForm
-    return first, first_end
+def _fields(
+    record: bytes, begin: int, end: int, numbers: Collection[int], most: int | None = None
+) -> list[tuple[int, int, int]]:
+    """The fields of a message in [begin, end): the number, begin and end of each.
 
-
-def _delimited(record: bytes, begin: int, end: int, number: int) -> tuple[int, int]:
-    if begin >= end or record[begin] != number << 3 | _LENGTH_DELIMITED:
-        raise _UnknownForm
-    length, first = _varint(record, begin + 1, end)
-    if first + length > end:
-        raise _UnknownForm
-    return first, first + length
+    Raises ValueError for fields of other `numbers` or types, or more than `most` fields.
+    """
+    found = []
+    while begin < end:
+        number, wire_type = divmod(record[begin], 8)
+        length, first = _varint(record, begin + 1, end)
+        begin = first + length
+        if wire_type != _LENGTH_DELIMITED or number not in numbers or begin > end:
+            raise ValueError
+        found.append((number, first, begin))
+    if most is not None and len(found) > most:
+        raise ValueError
+    return found
 
 
 def _varint(record: bytes, begin: int, end: int) -> tuple[int, int]:
@@ -248,4 +230,4 @@ def _varint(record: bytes, begin: int, end: int) -> tuple[int, int]:
         value |= (record[i] & 0x7F) << 7 * (i - begin)
         if record[i] < 0x80:
             return value, i + 1
-    raise _UnknownForm
+    raise ValueError

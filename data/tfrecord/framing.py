@@ -2,8 +2,8 @@
 
     with open_file(path) as file:
         starts = walk(file, path, 0, num_bytes, 0)
-    for damage in content_damage(path, starts, 0):
-        print(damage)
+    for record in read_records(path, 0, num_bytes, 0):
+        print(record)
 
 A TFRecord file is a sequence of records, each `uint64 length, uint32 crc(length), data, uint32
 crc(data)`, little endian, where crc is the masked CRC-32C (tensorflow/core/lib/io/record_writer.h).
@@ -32,6 +32,8 @@ from data.tfrecord.crc import (
     stored,
 )
 
+CUT_SHORT = "the file ends at byte {}, inside this record: it was cut short"
+NO_LENGTH = "not a TFRecord: its length does not fit its CRC"
 _SCAN_BYTES = 1 << 20
 _SPARSE_SCAN_BYTES = 4 << 10
 _SPARSE_RECORD_BYTES = 32 << 10
@@ -52,12 +54,11 @@ class Damage:
 
 
 class BadRecord(Exception):
-    """`walk` met a damaged record. `before`: the offsets of the records before it."""
+    """A damaged record was met."""
 
-    def __init__(self, damage: Damage, before: Int64s) -> None:
+    def __init__(self, damage: Damage) -> None:
         super().__init__(str(damage))
         self.damage = damage
-        self.before = before
 
 
 def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s:
@@ -86,31 +87,17 @@ def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s
         if bad is None and (len(here) == 0 or block_begin + at > end):
             # The header, or the record it announces, is cut off by the end of the file.
             bad = max(0, len(here) - 1)
-            reason = f"the file ends at byte {end}, inside this record: it was cut short"
+            reason = CUT_SHORT.format(end)
         else:
-            reason = "not a TFRecord: its length does not fit its CRC"
+            reason = NO_LENGTH
         if bad is not None:
-            before = np.concatenate([*walked, here[:bad] + block_begin])
             offset = block_begin + (int(here[bad]) if len(here) else 0)
-            raise BadRecord(Damage(path, number + len(before), offset, reason), before)
+            raise BadRecord(Damage(path, number + sum(map(len, walked)) + bad, offset, reason))
         walked.append(here + block_begin)
         position = block_begin + at
         sparse = at > _SPARSE_RECORD_BYTES * len(here)
         block_bytes = _SPARSE_SCAN_BYTES if sparse else _SCAN_BYTES
     return np.concatenate(walked) if walked else np.zeros(0, np.int64)
-
-
-def content_damage(path: str, starts: Int64s, first_record: int) -> list[Damage]:
-    """The records at `starts` whose data does not fit its CRC. Their lengths must fit.
-
-    `first_record`: the number of the first of these consecutive records.
-    """
-    damages = []
-    with _buffered(path) as file:
-        for number, start in enumerate(starts.tolist(), first_record):
-            if _next_record(file, start, keeps=False) is None:
-                damages.append(Damage(path, number, start, "the data does not fit its CRC"))
-    return damages
 
 
 def read_records(path: str, begin: int, end: int, number: int) -> Iterator[bytes]:
@@ -119,32 +106,38 @@ def read_records(path: str, begin: int, end: int, number: int) -> Iterator[bytes
     `number`: the record number at `begin`, for messages. Raises BadRecord at the first that does
     not fit its CRCs.
     """
-    with _buffered(path) as file:
+    with buffered(path) as file:
         while begin < end:
-            record = _next_record(file, begin)
+            record_end = end_of(file, begin)
+            record = read_data(file, record_end - begin - FRAME_BYTES) if record_end else None
             if record is None:
                 reason = "the length or the data does not fit its CRC, or the file was cut short"
-                raise BadRecord(Damage(path, number, begin, reason), np.zeros(0, np.int64))
+                raise BadRecord(Damage(path, number, begin, reason))
             yield record
-            begin, number = begin + len(record) + FRAME_BYTES, number + 1
+            begin, number = record_end, number + 1
 
 
 @contextlib.contextmanager
-def _buffered(path: str) -> Iterator[BinaryIO]:
+def buffered(path: str) -> Iterator[BinaryIO]:
+    """Opens a file to read it in sequence, or nearly so."""
     with open_file(path) as file:
         yield io.BufferedReader(file, _SCAN_BYTES) if isinstance(file, io.FileIO) else file
 
 
-def _next_record(file: BinaryIO, start: int, *, keeps: bool = True) -> bytes | None:
-    """The record at byte `start`, or None if it is damaged.
-
-    Without `keeps` a part of it: a long record is checked without memory for all of it.
-    """
+def end_of(file: BinaryIO, start: int) -> int:
+    """The end of the record at byte `start`, by its length; 0 if that does not fit its CRC."""
     file.seek(start)
     header = file.read(HEADER_BYTES)
     if not _begins_record(header):
-        return None
-    (length,) = struct.unpack_from("<Q", header)
+        return 0
+    return start + int(struct.unpack_from("<Q", header)[0]) + FRAME_BYTES
+
+
+def read_data(file: BinaryIO, length: int, *, keeps: bool = True) -> bytes | None:
+    """The data of the record whose `end_of` was just read, or None if it is damaged.
+
+    Without `keeps` a part of it: a long record is checked without memory for all of it.
+    """
     record, crc = b"", 0
     while length:
         num_bytes = length if keeps else min(length, _SCAN_BYTES)
@@ -174,7 +167,8 @@ def compression_of(path: str) -> str | None:
 
 
 def _begins_record(head: bytes) -> bool:
-    return len(head) >= HEADER_BYTES and first_bad_header(head, np.zeros(1, np.int64)) is None
+    length, crc = head[:8], head[8:HEADER_BYTES]
+    return len(head) >= HEADER_BYTES and stored(google_crc32c.value(length)) == crc
 
 
 def refuse_compressed(path: str, data_dir: str) -> None:

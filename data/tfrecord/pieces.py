@@ -9,8 +9,6 @@ A piece is a run of consecutive records of one file. A plan has m of them: "shar
 of all pieces.
 """
 
-import functools
-
 import numpy as np
 import tensorflow as tf
 
@@ -33,23 +31,17 @@ class Pieces:
         self.copies = split.copies
         self.paths = [shard.path for shard in split.shards]
         if split.copies is not None:
-            self.paths = [split.copies.local(path) for path in self.paths]
+            self.paths = [split.copies.local[path] for path in self.paths]
         self._lengths = np.array(split.shard_lengths, np.int64)
         # Bytes of each record of a shard, or 0 if they differ.
         self._frame_bytes = np.array([shard.frame_bytes for shard in split.shards])
         chunks = np.array([len(shard.offsets) for shard in split.shards])
         self._first_chunks = np.cumsum(chunks) - chunks
         self._chunk_begins = np.concatenate([shard.offsets for shard in split.shards])
-
-    @functools.cached_property
-    def _chunk_ends(self) -> Int64s:
-        shards = self._split.shards
-        return np.concatenate([np.append(shard.offsets[1:], shard.end) for shard in shards])
-
-    @property
-    def _read_through(self) -> int:
-        """Unwanted records that are cheaper to read than to seek past."""
-        return _READ_THROUGH_BYTES // self._split.mean_record_bytes
+        ends = [np.append(shard.offsets[1:], shard.end) for shard in split.shards]
+        self._chunk_ends = np.concatenate(ends)
+        # Unwanted records that are cheaper to read than to seek past.
+        self._read_through = _READ_THROUGH_BYTES // split.mean_record_bytes
 
     def plan(
         self, order: Order, first_batch: int, num_batches: int, lanes: range | None = None
@@ -90,12 +82,6 @@ class Pieces:
         range_begins = np.cumsum(num_in_range) - num_in_range
         shift = range_begins + skip - (np.cumsum(reads.take) - reads.take)
         return ranges, reads.gather + np.repeat(shift, reads.take)[reads.gather]
-
-    def first_chunk(self) -> ByteRanges:
-        """The byte range of the first chunk of the first shard."""
-        num_records = min(self._split.chunk_examples, int(self._lengths[0]))
-        first, begins, ends = np.zeros(1, np.int64), self._chunk_begins[:1], self._chunk_ends[:1]
-        return ByteRanges(self.paths, first, begins, ends, num_records)
 
     @no_autograph
     def read(self, plan: dict[str, tf.Tensor]) -> tf.Tensor:

@@ -3,7 +3,7 @@
     split = with_copies(split, directory="/disk/copies", max_bytes=100 << 30)
     split.copies.fetch(ranges)              # starts requests for what is missing, and returns
     split.copies.read_into(ranges, content) # waits for them
-    complete_copies(split)                  # whole files, for readers in TensorFlow
+    split.copies.complete(split)            # whole files, for readers in TensorFlow
 
 A shard has two files in the directory: a copy of its size, with holes, and a map with a byte for
 each block of 128 KiB that says if the copy has it. Several processes may fill a copy at once: they
@@ -27,7 +27,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,8 +40,6 @@ from data.tfrecord.crc import Int64s, Uint8s
 from data.tfrecord.damage import verify
 from data.tfrecord.split import Split
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 128 << 10
@@ -53,7 +51,11 @@ _MISSING, _PRESENT, _VERIFIED = 0, 1, 2
 
 
 class _NoCopyError(Exception):
-    """A copy cannot be written any more: the bytes must be fetched into memory."""
+    """The copy at `path` cannot be written any more: the bytes must be fetched into memory."""
+
+    def __init__(self, path: str, error: OSError) -> None:
+        super().__init__(f"{path} cannot be written: {error}")
+        self.path = path
 
 
 def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
@@ -79,34 +81,29 @@ def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
         ) from error
 
 
-def complete_copies(split: Split) -> None:
-    """Fetches what is missing of all shards, and compares every record with its CRCs."""
-    if split.copies is not None:
-        split.copies.complete(split)
-
-
 class ShardCopies:
-    """The copies of the shards `urls`. Safe to use from several threads and processes."""
+    """The copies of the shards `urls`. Safe to use from several threads and processes.
+
+    `local`: the path of the copy of each shard, which need not exist, by its URL.
+    """
 
     def __init__(self, urls: Sequence[str], directory: str, max_bytes: int) -> None:
         self._directory, self._max_bytes = directory, max_bytes
         stamps = object_store.stamps_in(files.parent(urls[0]))
-        self._local: dict[str, str] = {}
+        self.local: dict[str, str] = {}
         self._objects: dict[str, tuple[str, int]] = {}  # By the path of the copy: URL, bytes.
         for url in urls:
             name = os.path.basename(url)
             num_bytes, _ = stamps[name]
             key = hashlib.sha256(f"{url} {stamps[name]}".encode()).hexdigest()[:16]
             path = os.path.join(directory, f"{key}-{name}")
-            self._local[url], self._objects[path] = path, (url, num_bytes)
+            self.local[url], self._objects[path] = path, (url, num_bytes)
         os.makedirs(directory, exist_ok=True)
         self._copies = self._open_copies()
         self._pool = concurrent.futures.ThreadPoolExecutor(_REQUESTS_IN_FLIGHT, "s3")
-        self._fetched: weakref.WeakKeyDictionary[ByteRanges, _Fetched] = weakref.WeakKeyDictionary()
-
-    def local(self, url: str) -> str:
-        """The path of the copy of a shard, which need not exist."""
-        return self._local[url]
+        self._fetched: weakref.WeakKeyDictionary[ByteRanges, list[_Fetched]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def fetch(self, ranges: ByteRanges) -> None:
         """Starts to fetch what `read_into(ranges)` needs; `ranges.paths` are paths of copies."""
@@ -117,25 +114,24 @@ class ShardCopies:
 
         Raises OSError if an object is missing, is shorter, or may not be read.
         """
-        fetched = self._fetched.pop(ranges, None)
 
-        def read() -> bool:
-            nonlocal fetched
-            now, fetched = fetched or self._start(ranges), None
+        def read() -> None:
+            _finish(self._fetched.pop(ranges, []) or self._start(ranges), content)
+
+        while True:
             try:
-                now.read_into(content)
-            except _NoCopyError:
-                return False
-            return True
-
-        while not _patiently(read):
-            pass
+                return _patiently(read)
+            except _NoCopyError as error:  # The disk is full or fails.
+                if self._copies[error.path] is not None:
+                    log.warning("%s. Reading without it.", error)
+                self._copies[error.path] = None
 
     def forget(self, ranges: ByteRanges) -> None:
         """Marks the blocks of `ranges` as missing: they are damaged, and are fetched again."""
         for path, begins, ends in ranges.by_file():
             if (copy := self._copies[path]) is not None:
-                copy.mark(np.flatnonzero(copy.blocks_of(begins, ends)), _MISSING)
+                for run in _runs(np.flatnonzero(copy.blocks_of(begins, ends))):
+                    copy.mark(*run, _MISSING)
 
     def make_whole(self, ranges: ByteRanges) -> None:
         """Makes whole copies of the files of `ranges`, even if there is no room for them.
@@ -152,7 +148,10 @@ class ShardCopies:
                 _remove(path)
 
     def complete(self, split: Split) -> None:
-        """As `complete_copies`. A damaged copy is fetched again, once."""
+        """Fetches what is missing of all shards, and compares every record with its CRCs.
+
+        A damaged copy is fetched again, once.
+        """
         num_bytes = sum(size for _, size in self._objects.values())
         if None in self._copies.values():
             raise DataError(
@@ -169,10 +168,10 @@ class ShardCopies:
                 self._fill(copy)
                 url, _ = self._objects[path]
                 if _is_damaged(split, url, path):  # Perhaps the copy is damaged, not the object.
-                    copy.mark(np.arange(copy.num_blocks), _MISSING)
+                    copy.mark(0, copy.num_blocks, _MISSING)
                     self._fill(copy)
                 os.fsync(copy.descriptor)
-                copy.mark(np.arange(copy.num_blocks), _VERIFIED)
+                copy.mark(0, copy.num_blocks, _VERIFIED)
 
     def _fill(self, copy: "_Copy") -> None:
         missing = np.flatnonzero(copy.states() == _MISSING)
@@ -180,44 +179,29 @@ class ShardCopies:
         for request in requests:
             request.result()
 
-    def _start(self, ranges: ByteRanges) -> "_Fetched":
-        fetched = _Fetched()
-        at = 0
+    def _start(self, ranges: ByteRanges) -> list["_Fetched"]:
+        fetched = []
         for path, begins, ends in ranges.by_file():
-            copy = self._copies[path]
-            if copy is None:
-                url, _ = self._objects[path]
-                for first, last in _near(begins, ends):
-                    begin, end = int(begins[first]), int(ends[last - 1])
-                    request = self._pool.submit(object_store.get_range, url, begin, end)
-                    for i in range(first, last):
-                        size = int(ends[i] - begins[i])
-                        fetched.parts.append((at, size, request, int(begins[i]) - begin))
-                        at += size
-            else:
-                fetched.waits += copy.start(begins, ends, self._pool, self._drop)
-                for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-                    fetched.parts.append((at, end - begin, copy, begin))
-                    at += end - begin
+            if (copy := self._copies[path]) is not None:
+                requests = copy.start(begins, ends, self._pool)
+                fetched.append(_Fetched(copy, requests, begins, ends))
+                continue
+            url, _ = self._objects[path]
+            for first, last in _near(begins, ends):
+                bounds = int(begins[first]), int(ends[last - 1])
+                request = self._pool.submit(object_store.get_range, url, *bounds)
+                fetched.append(_Fetched(None, [request], begins[first:last], ends[first:last]))
         return fetched
-
-    def _drop(self, copy: "_Copy", error: _NoCopyError) -> None:
-        """Reads a file without its copy from now on, because the disk is full or fails."""
-        if self._copies[copy.path] is not None:
-            log.warning("%s. Reading without it.", error)
-        self._copies[copy.path] = None
 
     def _open_copies(self) -> "dict[str, _Copy | None]":
         with locked(os.path.join(self._directory, "lock")):
-            others = {}  # By the path of a copy of other shards: its size and time.
-            for entry in os.scandir(self._directory):
-                path = entry.path.removesuffix(_MAP)
-                if path not in self._objects and os.path.exists(path + _MAP):
-                    others[path] = _stat(path)
+            maps = [
+                entry.path for entry in os.scandir(self._directory) if entry.name.endswith(_MAP)
+            ]
+            others = {path.removesuffix(_MAP) for path in maps} - self._objects.keys()
+            stats = {path: _stat(path) for path in others}  # Size and time.
             unused = [path for path in others if not _is_used(path)]
-            unused.sort(key=lambda path: others[path][1])
-            sizes = {path: size for path, (size, _) in others.items()}
-            room = self._max_bytes - sum(sizes[path] for path in others if path not in unused)
+            room = self._max_bytes - sum(stats[path][0] for path in others.difference(unused))
             copies: dict[str, _Copy | None] = dict.fromkeys(self._objects)
             for path, (url, num_bytes) in self._objects.items():
                 if num_bytes <= room:
@@ -225,30 +209,35 @@ class ShardCopies:
                     copies[path] = _Copy(path, (url, num_bytes))
                 elif os.path.exists(path) and not _is_used(path):
                     _remove(path)
-            room -= sum(sizes[path] for path in unused)
-            for path in unused:
+            room -= sum(stats[path][0] for path in unused)
+            for path in sorted(unused, key=lambda path: stats[path][1]):
                 if room < 0:
                     _remove(path)
-                    room += sizes[path]
+                    room += stats[path][0]
             return copies
 
 
-class _Fetched:
-    """The parts of some ranges: (place in the content, bytes, source, place in the source)."""
+class _Fetched(NamedTuple):
+    """Ranges of one file, and requests: of blocks of its `copy`, or without one, of the bytes."""
 
-    def __init__(self) -> None:
-        self.waits: list[concurrent.futures.Future[None]] = []
-        self.parts: list[tuple[int, int, _Copy | concurrent.futures.Future[memoryview], int]] = []
+    copy: "_Copy | None"
+    requests: Sequence[concurrent.futures.Future[Any]]
+    begins: Int64s
+    ends: Int64s
 
-    def read_into(self, content: memoryview) -> None:
-        for wait in self.waits:
-            wait.result()
-        for at, size, source, begin in self.parts:
-            into = content[at : at + size]
-            if isinstance(source, _Copy):
-                pread(source.descriptor, into, begin)
+
+def _finish(fetched: Sequence[_Fetched], content: memoryview) -> None:
+    """Waits for the requests, and writes the ranges to `content`, one after another."""
+    at = 0
+    for copy, requests, begins, ends in fetched:
+        results = [request.result() for request in requests]
+        for begin, size in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
+            into, skip = content[at : at + size], begin - int(begins[0])
+            if copy is None:
+                into[:] = results[0][skip : skip + size]
             else:
-                into[:] = source.result()[begin : begin + size]
+                pread(copy.descriptor, into, begin)
+            at += size
 
 
 class _Copy:
@@ -266,7 +255,7 @@ class _Copy:
         sizes = os.fstat(self.descriptor).st_size, os.fstat(self._map).st_size
         if sizes != (self._num_bytes, self.num_blocks):
             os.ftruncate(self._map, 0)
-            os.pwrite(self._map, bytes(self.num_blocks), 0)
+            self.mark(0, self.num_blocks, _MISSING)
             os.ftruncate(self.descriptor, self._num_bytes)
         os.utime(path)
         self._lock = threading.Lock()
@@ -277,10 +266,10 @@ class _Copy:
         """The state of each block."""
         return np.frombuffer(os.pread(self._map, self.num_blocks, 0), np.uint8)
 
-    def mark(self, blocks: Int64s, state: int) -> None:
+    def mark(self, first: int, last: int, state: int) -> None:
+        """Sets the state of blocks [first, last)."""
         self._is_full = False
-        for block in blocks.tolist():
-            os.pwrite(self._map, bytes([state]), block)
+        os.pwrite(self._map, bytes([state]) * (last - first), first)
 
     def blocks_of(self, begins: Int64s, ends: Int64s) -> np.typing.NDArray[np.bool_]:
         """For each block, True if it has bytes of [begins[i], ends[i]) for any i."""
@@ -290,43 +279,26 @@ class _Copy:
         return np.cumsum(changes)[:-1] > 0
 
     def start(
-        self,
-        begins: Int64s,
-        ends: Int64s,
-        pool: concurrent.futures.Executor,
-        drop: Callable[["_Copy", _NoCopyError], None],
-    ) -> list[concurrent.futures.Future[None]]:
+        self, begins: Int64s, ends: Int64s, pool: concurrent.futures.Executor
+    ) -> Sequence[concurrent.futures.Future[None]]:
         """Starts to fetch the missing blocks of some ranges; returns what must be waited for."""
         if self._is_full:
             return []
         states = self.states()
         self._is_full = bool((states != _MISSING).all())
-        missing = np.flatnonzero(self.blocks_of(begins, ends) & (states == _MISSING))
-
-        def fetch(first: int, last: int) -> None:
-            try:
-                self.fetch(first, last)
-            except _NoCopyError as error:
-                drop(self, error)
-                raise
-            finally:
-                with self._lock:
-                    for block in range(first, last):
-                        self._in_flight.pop(block, None)
-
+        missing = np.flatnonzero(self.blocks_of(begins, ends) & (states == _MISSING)).tolist()
         with self._lock:
-            waits = {self._in_flight[b] for b in missing.tolist() if b in self._in_flight}
-            new = np.array([b for b in missing.tolist() if b not in self._in_flight], np.int64)
-            for first, last in _runs(new):
-                request = pool.submit(fetch, first, last)
-                self._in_flight |= dict.fromkeys(range(first, last), request)
-                waits.add(request)
-        return list(waits)
+            self._in_flight = {b: f for b, f in self._in_flight.items() if not f.done()}
+            new = np.array([b for b in missing if b not in self._in_flight], np.int64)
+            for run in _runs(new):
+                request = pool.submit(self.fetch, *run)
+                self._in_flight |= dict.fromkeys(range(*run), request)
+            return list({self._in_flight[block] for block in missing})
 
     def fetch(self, first: int, last: int) -> None:
         """Fetches blocks [first, last), and writes them.
 
-        Raises _NoCopyError, caused by an OSError, if they cannot be written.
+        Raises _NoCopyError if they cannot be written.
         """
         begin, end = first * _BLOCK_BYTES, min(last * _BLOCK_BYTES, self._num_bytes)
         content = object_store.get_range(self._url, begin, end)
@@ -334,9 +306,9 @@ class _Copy:
             while content:
                 written = os.pwrite(self.descriptor, content, begin)
                 content, begin = content[written:], begin + written
-            os.pwrite(self._map, bytes([_PRESENT] * (last - first)), first)
+            self.mark(first, last, _PRESENT)
         except OSError as error:
-            raise _NoCopyError(f"{self.path} cannot be written: {error}") from error
+            raise _NoCopyError(self.path, error) from error
 
 
 def _is_damaged(split: Split, url: str, path: str) -> bool:
@@ -347,7 +319,7 @@ def _is_damaged(split: Split, url: str, path: str) -> bool:
     return bool(verify(copied))
 
 
-def _patiently(call: Callable[[], T]) -> T:
+def _patiently(call: Callable[[], None]) -> None:
     """Calls until s3:// answers. The watchdog of a task ends it if that takes too long."""
     while True:
         try:
@@ -358,10 +330,8 @@ def _patiently(call: Callable[[], T]) -> T:
 
 def _runs(blocks: Int64s) -> Iterator[tuple[int, int]]:
     """Runs [first, last) of consecutive numbers of `blocks`, each for one request."""
-    most = _REQUEST_BYTES // _BLOCK_BYTES
-    for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
-        for i in range(0, len(run), most):
-            yield int(run[i]), int(run[min(i + most, len(run)) - 1]) + 1
+    for first, last in _near(blocks * _BLOCK_BYTES, (blocks + 1) * _BLOCK_BYTES):
+        yield int(blocks[first]), int(blocks[last - 1]) + 1
 
 
 def _near(begins: Int64s, ends: Int64s) -> Iterator[tuple[int, int]]:

@@ -56,12 +56,11 @@ class Play:
         )
         strategy = tf.distribute.get_strategy()
         order = Order((80,), 8, BATCH, BATCH, window_batches=1, seed=0, shuffle=False)
+        source: Any = SimpleNamespace(order=order)
         lanes = [replica_lanes(BATCH, index, num_sub_batches) for index in range(num_sub_batches)]
         self.buffers = GradientBuffers(learner, strategy, num_slots=num_slots)
         self.stored = NamedTensors(self.step.device, f"rounds of {self.buffers.name}")
-        self.aggregator = Aggregator(
-            learner, SimpleNamespace(order=order), strategy, self.buffers, lanes, self.stored
-        )
+        self.aggregator = Aggregator(learner, source, strategy, self.buffers, lanes, self.stored)
         self.num_sub_batches = num_sub_batches
         self.num_slots = num_slots
         self.slots = WorkerSlot(*np.tile(np.array(IDLE)[:, np.newaxis], num_slots))

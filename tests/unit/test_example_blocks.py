@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.tfrecord.example_blocks import Texts, fixed, records
-from data.tfrecord.examples import Value, example_bytes
+from data.tfrecord.examples import Texts, Value, example_bytes, fixed, records
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([0, 127, 128, 2**14, 2**56 - 1])
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from data import id_counts, inspect
-from data.id_counts import Counts, IdCounter, count_ids
+from data.id_counts import Counts, count_ids
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.system.files import DataError
@@ -25,21 +25,21 @@ def counted(data_dir: Path) -> dict[str, Counts]:
 def test_merges_count_each_id(most_pending: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(id_counts, "_MOST_PENDING", most_pending)
     random, expected = np.random.default_rng(1), Counter[int]()
-    counter, of_list = IdCounter("x"), IdCounter("y", is_list=True)
+    counter, of_list = Counts("x"), Counts("y", is_list=True)
     for _ in range(30):
         ids = random.zipf(1.3, (7, 5)).astype(np.int64)
         counter.add(ids)
         expected.update(ids.ravel().tolist())
     for each in (counter, of_list):
         each.add(np.array([-1, -1, -5]))
+        each.merge()
     expected.update([-1, -1, -5])
-    found = counter.counts()
-    assert dict(zip(found.ids.tolist(), found.times.tolist(), strict=True)) == expected
-    assert found.num_ids == 30 * 35 + 3
-    assert of_list.counts().ids.tolist() == [-5], "-1 fills up lists"
-    assert found.num_used(2) == sum(times > 1 for times in expected.values())
+    assert dict(zip(counter.ids.tolist(), counter.times.tolist(), strict=True)) == expected
+    assert counter.num_ids == 30 * 35 + 3
+    assert of_list.ids.tolist() == [-5], "-1 fills up lists"
+    assert counter.num_used(2) == sum(times > 1 for times in expected.values())
     most = sum(times for _, times in expected.most_common(3))
-    assert found.share_of_most_frequent(3) == pytest.approx(most / (30 * 35 + 3))
+    assert counter.share_of_most_frequent(3) == pytest.approx(most / (30 * 35 + 3))
 
 
 def test_columns_of_clicks_are_counted(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data.system.errors import UsageError
-from data.system.satellites import of_satellite
+from data.system.extras import of_satellite
 
 
 @pytest.mark.parametrize(

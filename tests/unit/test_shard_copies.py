@@ -17,7 +17,7 @@ from data.system import object_store
 from data.system.files import DataError
 from data.tfrecord import split as records
 from data.tfrecord.damage import examine
-from data.tfrecord.shard_copies import complete_copies, with_copies
+from data.tfrecord.shard_copies import with_copies
 from tests.s3 import link, needs_s3, url
 from tests.unit.test_reader import NUM_LANES, make_reader, numbers, write_split
 from trainer.inputs import Inputs, data_errors_explained
@@ -38,6 +38,11 @@ def upload(url: str, tmp_path: Path) -> records.Split:
 
 def copied(split: records.Split, tmp_path: Path, max_bytes: int = PLENTY) -> records.Split:
     return with_copies(split, str(tmp_path / "copies"), max_bytes)
+
+
+def complete(split: records.Split) -> None:
+    assert split.copies is not None
+    split.copies.complete(split)
 
 
 def read(reader: Reader, first_batch: int = 0, num_batches: int = 70) -> None:
@@ -73,7 +78,7 @@ def test_files_without_room_for_a_copy_are_read_without_one(url: str, tmp_path: 
     read(make_reader(few))
     assert len(copies_in(tmp_path)) == 1
     with pytest.raises(DataError, match="--data_cache_bytes="):
-        complete_copies(few)
+        complete(few)
     read(make_reader(with_copies(split, str(tmp_path / "none"), 0)))
     assert [path.name for path in (tmp_path / "none").iterdir()] == ["lock"]
 
@@ -82,7 +87,7 @@ def test_copies_that_nobody_uses_make_room_for_others(url: str, tmp_path: Path) 
     split = upload(url, tmp_path)
     num_bytes = sum(shard.num_bytes for shard in split.shards)
     first = copied(split, tmp_path, num_bytes)
-    complete_copies(first)
+    complete(first)
     before = copies_in(tmp_path)
     object_store.upload_tree(str(tmp_path / "split"), f"{url}/other")
     other = records.open_split(f"{url}/other", "train")
@@ -107,7 +112,7 @@ def test_damaged_and_partial_copies_are_fetched_again(
     cut.write_bytes(cut.read_bytes()[:1000])
     Path(f"{unmapped}.blocks").unlink()
     if is_whole:
-        complete_copies(copied(split, tmp_path))
+        complete(copied(split, tmp_path))
     else:
         read(make_reader(copied(split, tmp_path)))
     assert flipped.read_bytes() == original
@@ -181,11 +186,11 @@ def test_full_disk_is_reported_once_and_reading_continues(
 
 
 @pytest.mark.slow
-def test_tensorflow_reads_complete_copies(url: str, tmp_path: Path) -> None:
+def test_tensorflow_reads_complete(url: str, tmp_path: Path) -> None:
     split = copied(upload(url, tmp_path), tmp_path)
-    complete_copies(split)
+    complete(split)
     assert split.copies is not None
-    paths = [split.copies.local(shard.path) for shard in split.shards]
+    paths = [split.copies.local[shard.path] for shard in split.shards]
     found = tf.data.TFRecordDataset(paths).reduce(0, lambda count, record: count + 1)
     assert int(found) == split.num_examples
 

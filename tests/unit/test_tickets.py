@@ -200,7 +200,7 @@ def test_two_closures_at_once_both_find_all(split: records.Split) -> None:
         may_go_on.set()
         for found in (first, second):
             assert np.array_equal(found.result()[1], reader.order.records(0, 40))
-    assert len(calls) == -(-NUM_EXAMPLES // reader.group_examples(reader.cached_specs)), (
+    assert len(calls) == -(-NUM_EXAMPLES // reader.group_examples(reader.narrow.parsed_specs)), (
         "one of them has filled"
     )
 

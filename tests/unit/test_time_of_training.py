@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -24,7 +25,7 @@ def test_wait_for_streamed_batches_is_a_part_of_the_time_of_the_call(
     feed = open_feed(reader, 0, range(4))
 
     @tf.function(input_signature=[feed.signature, tf.TensorSpec([], tf.int64)])
-    def count(taken: object, num_batches: tf.Tensor) -> tf.Tensor:
+    def count(taken: Any, num_batches: tf.Tensor) -> tf.Tensor:
         number = tf.constant(0)
         for index in tf.range(num_batches):
             number += tf.shape(feed.batch(taken, index)[1])[0]

@@ -46,7 +46,7 @@ class Desk:
             keeping_state=lambda: contextlib.nullcontext({}),
             gradients_at=self._gradients,
         )
-        source = SimpleNamespace(
+        source: Any = SimpleNamespace(
             ticket_spec=lambda lanes: {"gather": tf.TensorSpec([None, len(lanes)], tf.int64)},
             prepare=lambda: tf.constant(True),
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.system.errors import UsageError
-from data.system.satellites import of_satellite
+from data.system.extras import of_satellite
 from trainer.config import PYTHON_CONFIG, Config
 from trainer.exit_codes import EXIT_RESTART
 from trainer.run_files import NO_METRICS, Document, RunFiles, local_dir

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from data.system import object_store
+from data.system.errors import UsageError
 from data.system.files import is_s3, is_url
 from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
@@ -44,8 +45,8 @@ def read_recipe() -> Recipe:
     if _at_s3(config):
         try:
             object_store.require()
-        except object_store.MissingObstoreError as error:
-            raise ConfigError(str(error.strerror)) from None
+        except UsageError as error:
+            raise ConfigError(str(error)) from None
     return load_recipe(flags.FLAGS["config"].config_filename, config)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from data.system.extras import of_satellite
 from data.system.files import exists, join, read_text, replace_file
-from data.system.satellites import of_satellite
 from trainer.config import Recipe
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from data.example_features import Feature, Features
 from data.numerals import INTEGERS, NUMBERS, kind_of
+from data.system.extras import of_satellite
 from data.system.files import DataError, exists, is_dir, is_url, num_bytes_of, parent
-from data.system.satellites import of_satellite
 from data.tfrecord.damage import readable
 from data.tfrecord.examples import Value, example_bytes
 from data.tfrecord.framing import compression_of, read_records, refuse_compressed

@@ -3,7 +3,7 @@
     column = ArrowColumn("age", is_number=True, is_label=False, declared="", texts=())
     column.add_array(array, "people.parquet", 0)    # each array; row 0 is its first
     column.finish(missing_of("drop"))               # a DataError names file and row
-    values = column.convert(array)                  # for data.tfrecord.example_blocks
+    values = column.convert(array)                  # for data.tfrecord.examples
 
 docs/data.md has the rules. `columns.Column` decides about types and missing values, as for CSV.
 """
@@ -30,7 +30,7 @@ from data.prepare.sources.columns import (
 from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
-from data.tfrecord.example_blocks import Texts, Values, fixed
+from data.tfrecord.examples import Texts, Values, fixed
 
 Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]

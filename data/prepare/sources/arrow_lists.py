@@ -31,8 +31,7 @@ from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import typed
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
-from data.tfrecord.example_blocks import Texts, Values, fixed
-from data.tfrecord.examples import PADDING
+from data.tfrecord.examples import PADDING, Texts, Values, fixed
 
 # Types that tf.io.decode_raw reads. Others become int64; of bool, uint8.
 _STORED = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float32", "float64")

@@ -46,7 +46,7 @@ from data.prepare.sources.tables import (
     table_source,
 )
 from data.system.files import DataError
-from data.tfrecord.example_blocks import records
+from data.tfrecord.examples import records
 
 _INDEX = re.compile(r"__index_level_\d+__")  # Of pandas, without a name.
 _FRAME_BYTES = 20  # Of a value, beside its name: lengths and kinds.

@@ -22,9 +22,9 @@ from data.prepare.sources import Options, Source, SourceSplit, test_fraction
 from data.prepare.sources.examples import Classes, feature_files, tensor
 from data.split_mix import finalized
 from data.system.files import DataError
-from data.tfrecord import example_blocks
+from data.tfrecord import examples
 from data.tfrecord.crc import Int64s
-from data.tfrecord.example_blocks import fixed
+from data.tfrecord.examples import fixed
 
 FILE_NAME = "clicks.json"
 EXAMPLES = 100_000
@@ -102,7 +102,7 @@ class Clicks:
             dense, ids, probabilities, draws = self._examples(low, high)
             numbers, categorical = fixed(dense.astype("<f4")), fixed(ids.astype("<i4"))
             clicked = (draws < probabilities).astype(np.int64)
-            yield from example_blocks.records(
+            yield from examples.records(
                 {"numbers": numbers, "categorical": categorical, "click": clicked}
             )
 
