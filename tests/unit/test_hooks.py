@@ -469,19 +469,28 @@ def test_resumed_run_stops_early_where_an_uninterrupted_one_does(
     assert stop.done
 
 
-def test_improvement_resets_the_count(
+def test_improvement_resets_the_count_and_a_step_is_counted_once(
     split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy = Toy(split, tmp_path)
     options = EarlyStoppingConfig(patience=2, min_delta=0.05)
     evaluate = toy.evaluate(every_steps=1, best_metric="accuracy", early_stopping=options)
     done = []
-    for step, value in enumerate([0.1, 0.2, 0.2, 0.3, 0.34, math.nan]):
+    # A run that resumes at its last step evaluates that step a second time.
+    for step, value in [
+        (0, 0.1),
+        (1, 0.2),
+        (2, 0.2),
+        (3, 0.3),
+        (4, 0.34),
+        (4, 0.34),
+        (5, math.nan),
+    ]:
         found = Metrics({"loss": (1.0, 1.0), "accuracy": (value, 1.0)})
         monkeypatch.setattr(toy.executor, "evaluate", lambda must_complete, found=found: found)
         evaluate.act(step)
         done.append(bool(evaluate.done))
-    assert done == [False, False, False, False, False, True]
+    assert done == [False, False, False, False, False, False, True]
 
 
 def test_skipped_float16_step_does_not_end_the_run_unless_all_are_skipped() -> None:

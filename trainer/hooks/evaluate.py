@@ -49,15 +49,16 @@ class Evaluate(PeriodicHook):
     latest_step: int = field(default=-1, init=False)
     _best_score: float = field(default=-math.inf, init=False)
     _num_without_improvement: int = field(default=0, init=False)
+    _counted_step: int = field(default=-1, init=False)
 
     @override
     def begin(self, step: int) -> None:
         super().begin(step)
         # Counts past evaluations, so a resumed run stops where an uninterrupted one does.
-        self._best_score, self._num_without_improvement = -math.inf, 0
+        self._best_score, self._num_without_improvement, self._counted_step = -math.inf, 0, -1
         for report in self.history() if self.early_stopping.patience else ():
             if report["split"] == "eval" and report["step"] <= step:
-                self._count(report[self.best_metric])
+                self._count(report["step"], report[self.best_metric])
 
     @override
     def catch_up(self, step: int) -> None:
@@ -97,13 +98,16 @@ class Evaluate(PeriodicHook):
                 score = self.score(self.latest[self.best_metric])
                 self.checkpointer.save_best(step, position, score)
         if patience := self.early_stopping.patience:
-            self._count(self.latest[self.best_metric])
+            self._count(step, self.latest[self.best_metric])
             is_over = self._num_without_improvement >= patience
             if self.executor.gathered(int(is_over))[0]:
                 metric = self.best_metric
                 self.done = f"no better {metric} in {patience} evaluations: stopped early"
 
-    def _count(self, value: float | None) -> None:
+    def _count(self, step: int, value: float | None) -> None:
+        if step <= self._counted_step:
+            return  # A resumed run evaluates again at its last step.
+        self._counted_step = step
         # JSON has no NaN, so it is None there. NaN is no improvement.
         score = self.score(math.nan if value is None else value)
         if score > self._best_score + self.early_stopping.min_delta:
