@@ -31,7 +31,7 @@ from trainer import flags
 from trainer.config import ConfigError
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import PEER_ADVICE, Finding, can_connect, device_findings, findings
-from trainer.doctor.plan import Settings, machine, mark_in, place_fault, plan_in_child, shared_fault
+from trainer.doctor.plan import machine, mark_in, place_fault, plan_in_child, shared_fault
 from trainer.doctor.table import as_json, text
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
 from trainer.flags.checks import (
@@ -136,25 +136,19 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     is_alone = described is None
     cluster = described or cluster_here()
     model_dir = flags.MODEL_DIR.value or "runs"
-    is_sync = num_to_aggregate(recipe, cluster.num("worker")) > 0
-    settings = Settings(
-        flags.STRATEGY.value,
-        num_replicas=flags.REPLICAS.value,
-        num_gpus=flags.NUM_GPUS.value,
-        num_gradient_buffers=cluster.num("worker") if is_sync else 0,
-        has_standby=flags.PS_STANDBY.value > 0,
-        makes_plan=is_alone or not (serves(cluster) or cluster.task.job == "evaluator"),
-        reads_input=is_alone and not flags.FLAGS["deadline_secs"].present,
-    )
-    doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
-    wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)
+    num_to_aggregate(recipe, cluster.num("worker"))  # For its checks.
     is_typed = bool(flags.FLAGS["deadline_secs"].present)
+    makes_plan = is_alone or not (serves(cluster) or cluster.task.job == "evaluator")
+    doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
+    wait_for_plan = plan_in_child(
+        recipe, cluster, model_dir, makes_plan=makes_plan, reads_input=is_alone and not is_typed
+    )
     has_limit = not is_alone or is_typed
     if has_limit:
         doctor.end_after(doctor.until(1.0) - time.monotonic())
-    shared = read_shared_settings(recipe) if settings.makes_plan else {}
+    shared = read_shared_settings(recipe) if makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
-    if settings.makes_plan and (fault := place_fault(model_dir)):
+    if makes_plan and (fault := place_fault(model_dir)):
         own["faults"].append(fault)
     doctor.reports = {str(cluster.task): own}
     if is_alone:
