@@ -480,7 +480,7 @@ def test_error_that_a_restart_does_not_repair_ends_the_launchers_of_all_hosts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("trainer.local.supervisor._PEER_LOST_SECS", 0.5)
-    monkeypatch.setattr("trainer.local.supervisor._FOLLOW_SECS", 0.2)
+    monkeypatch.setattr("trainer.local.supervisor._POLL_SECS", 0.2)
     path = tmp_path / "failures.jsonl"
     assert run_host(tmp_path, 1, "print('the reason'); sys.exit(1)", max_restarts=3).exit_code == 1
     assert "[host-b] the reason\n" in capfd.readouterr().out

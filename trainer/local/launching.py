@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 
 from data.system.cores import cpu_groups, num_cores
 from data.system.files import absolute, is_url
@@ -40,11 +39,10 @@ from trainer.hooks.tracker_names import reached_over_network
 from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.fork_server import ForkServer
 from trainer.local.group_rules import Rules
-from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
 from trainer.local.policy import FixedPolicy
-from trainer.local.resizing import ResizingPolicy, WantedWorkers, run_resizing
+from trainer.local.resizing import ResizingPolicy
 from trainer.local.restarts import Restarts
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
@@ -89,12 +87,16 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         starter = TaskStarter(
             task_argv, cores=cores, namespace=namespace, fork_server=forks, listener=listener
         )
-        run = _runner(cluster, starter, model_dir)
+        policy = FixedPolicy(cluster, cluster.tasks())
+        if flags.MIN_WORKERS.present:
+            run_dir = directory_of_logs(model_dir).parent
+            policy = ResizingPolicy(cluster, run_dir, least=flags.MIN_WORKERS.value)
+        supervisor = _supervisor(policy, starter, model_dir)
         if is_default_dir():
             point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
         stack.enter_context(view(model_dir))
-        exit_code = run().exit_code
+        exit_code = supervisor.run().exit_code
     if not flags.QUIET.value:
         print_next(exit_code, model_dir)
     return exit_code
@@ -140,16 +142,6 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
 
 def _task_argv(model_dir: str) -> list[str]:
     return [*sys.argv[1:], f"--model_dir={absolute(model_dir)}"]
-
-
-def _runner(cluster: Cluster, starter: TaskStarter, model_dir: str) -> Callable[[], LaunchReport]:
-    """Returns a function that runs the cluster on this machine to its end."""
-    if not flags.MIN_WORKERS.present:
-        return _supervisor(FixedPolicy(cluster, cluster.tasks()), starter, model_dir).run
-    run_dir = directory_of_logs(model_dir).parent
-    least, most = flags.MIN_WORKERS.value, cluster.num("worker")
-    policy = ResizingPolicy(cluster, WantedWorkers(run_dir, least=least, most=most))
-    return partial(run_resizing, _supervisor(policy, starter, model_dir), policy)
 
 
 def _supervisor(

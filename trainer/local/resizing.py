@@ -1,7 +1,7 @@
 """A cluster of ps on this machine whose number of workers changes while it runs.
 
-    policy = ResizingPolicy(cluster, WantedWorkers(run_dir, least=1, most=4))
-    report = run_resizing(Supervisor(policy, starter, model_dir, restarts), policy)
+    policy = ResizingPolicy(cluster, run_dir, least=1)
+    report = Supervisor(policy, starter, model_dir, restarts).run()
 
 MODEL_DIR/membership/workers has the number of workers that the run shall have. A user or another
 program writes it, at any time, also before the start. At a start without it all workers train.
@@ -12,9 +12,7 @@ failure, and --max_restarts does not count it.
 """
 
 import contextlib
-import threading
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -22,28 +20,30 @@ from typing_extensions import override
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_RESTART
 from trainer.local.deaths import ENDED_AS_ASKED
-from trainer.local.failures import Resize, write_resize
-from trainer.local.launch_report import LaunchReport
+from trainer.local.launch_report import write_resize
 from trainer.local.policy import Activity, FixedPolicy, Step
-from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
 from trainer.run_files import MEMBERSHIP
 
-_POLL_SECS = 1.0
 _NAME = "workers"
 
 
-class WantedWorkers:
-    """Reads the file; refuses numbers below `least` or above `most`."""
+class ResizingPolicy(FixedPolicy):
+    """Runs the chief, all ps, and the first workers of a cluster: as many as are wanted."""
 
-    def __init__(self, run_dir: Path, *, least: int, most: int) -> None:
-        self.run_dir = run_dir
+    def __init__(self, cluster: Cluster, run_dir: Path, *, least: int) -> None:
+        """`cluster` has all workers that there may be. A number below `least` is refused."""
         self.path = run_dir / MEMBERSHIP / _NAME
-        self.most = most
-        self._least = least
+        with contextlib.suppress(OSError):  # Then nobody can write the file either.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._cluster = cluster
+        self._least, self._most = least, cluster.num("worker")
         self._refused = ""
+        self._is_resizing = False  # The chief was asked to end, because the number changes.
+        self._resize(self.wanted() or self._most)
 
-    def read(self) -> int | None:
+    def wanted(self) -> int | None:
         """The number of workers that is wanted; None if the file is missing or has no such number.
 
         A wrong content is explained once.
@@ -53,41 +53,31 @@ class WantedWorkers:
         except OSError:
             return None
         number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
-        if self._least <= number <= self.most:
+        if self._least <= number <= self._most:
             self._refused = ""
             return number
         if text != self._refused and text:  # Empty: another program is about to write it.
             self._refused = text
             say(
                 f"{self.path} must have a number from {self._least} (--min_workers) to "
-                f"{self.most} (--workers). Received: {text[:40]!r}. The number of workers stays. "
-                f"Type: echo {self.most} > {self.path}"
+                f"{self._most} (--workers). Received: {text[:40]!r}. The number of workers stays. "
+                f"Type: echo {self._most} > {self.path}"
             )
         return None
 
-
-class ResizingPolicy(FixedPolicy):
-    """Runs the chief, all ps, and the first workers of a cluster: as many as are wanted."""
-
-    def __init__(self, cluster: Cluster, wanted: WantedWorkers) -> None:
-        """`cluster` has all workers that there may be."""
-        self.wanted = wanted
-        self._cluster = cluster
-        self._is_resizing = False  # The chief was asked to end, because the number changes.
-        self._num_workers = wanted.read() or wanted.most
-        sized = self._sized()
+    def _resize(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        workers = dict(list(self._cluster.jobs["worker"].items())[:num_workers])
+        sized = Cluster({**self._cluster.jobs, "worker": workers}, self._cluster.task)
         super().__init__(sized, sized.tasks())
 
-    def _sized(self) -> Cluster:
-        workers = dict(list(self._cluster.jobs["worker"].items())[: self._num_workers])
-        return Cluster({**self._cluster.jobs, "worker": workers}, self._cluster.task)
-
-    def on_wanted(self, number: int, activity: Activity) -> Step:
-        """Returns the next step if `number` workers are wanted."""
-        if self._is_resizing or activity is not Activity.RUNNING or number == self._num_workers:
+    @override
+    def look(self, activity: Activity) -> Step:
+        number = self.wanted()
+        if self._is_resizing or activity is not Activity.RUNNING:
             return Step.NONE
-        self._is_resizing = True
-        return Step.STOP_TOGETHER
+        self._is_resizing = number not in (None, self._num_workers)
+        return Step.STOP_TOGETHER if self._is_resizing else Step.NONE
 
     @override
     def to_start(self, tasks: Collection[Task]) -> Collection[Task]:
@@ -107,34 +97,10 @@ class ResizingPolicy(FixedPolicy):
         if activity is Activity.RUNNING:
             return Step.NONE
         self._is_resizing = False
-        self._resize()
+        before, number = self._num_workers, self.wanted()
+        if number is not None and number != before:
+            self._resize(number)
+            why = f"{MEMBERSHIP}/{_NAME} says {number}"
+            say(f"{number} worker(s) train from now on, not {before}: {why}.")
+            write_resize(self._run_dir, workers=number, workers_before=before, why=why)
         return Step.START
-
-    def _resize(self) -> None:
-        before, number = self._num_workers, self.wanted.read()
-        if number is None or number == before:
-            return
-        self._num_workers = number
-        cluster = self._sized()
-        self.clusters = {task: cluster.for_task(task) for task in cluster.tasks()}
-        why = f"{MEMBERSHIP}/{_NAME} says {number}"
-        say(f"{number} worker(s) train from now on, not {before}: {why}.")
-        write_resize(self.wanted.run_dir, Resize(number, before, why))
-
-
-def run_resizing(supervisor: Supervisor, policy: ResizingPolicy) -> LaunchReport:
-    """Runs the cluster to its end, while a thread looks at the file about every second."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(_POLL_SECS):
-            if (number := policy.wanted.read()) is not None:
-                supervisor.ask(partial(policy.on_wanted, number))
-
-    with contextlib.suppress(OSError):  # Then nobody can write the file either.
-        policy.wanted.path.parent.mkdir(parents=True, exist_ok=True)
-    threading.Thread(target=watch, name="wanted workers", daemon=True).start()
-    try:
-        return supervisor.run()
-    finally:
-        is_over.set()

@@ -25,6 +25,7 @@ No process is left when `run` returns: process groups are killed by their id. If
 is killed, a socket that it held closes, and the tasks end (trainer/guards/parent_watch.py).
 """
 
+import math
 import queue
 import sched
 import signal
@@ -48,8 +49,14 @@ from trainer.local.deaths import (
     is_chief_done,
     mark_survived,
 )
-from trainer.local.failures import FailureLog, print_failure
-from trainer.local.launch_report import LaunchReport, Restart, print_summary, write_restart
+from trainer.local.launch_report import (
+    FailureLog,
+    LaunchReport,
+    Restart,
+    print_failure,
+    print_summary,
+    write_restart,
+)
 from trainer.local.policy import Activity, FixedPolicy, Step
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
@@ -61,8 +68,8 @@ _SHUTDOWN_GRACE_SECS = 10.0  # From the chief's exit with 0 to SIGTERM for tasks
 _SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for servers.
 _CHIEF_FOLLOWS_SECS = 1.0  # From a ps worker's 75 to the chief's, if the chief ended the worker.
 _LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
-_POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times in each stall time-out.
-_FOLLOW_SECS = 1.0  # Between two looks at what other hosts have written.
+_POLL_SECS = 1.0  # Between two looks at heartbeats, and at what others have written.
+_POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times or more in each stall time-out.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
 _DONE_SECS = 10.0  # From Step.DONE to SIGTERM for a task that waits for others.
 
@@ -110,10 +117,7 @@ class Supervisor:
         with SignalThread(stop_signals(), self._on_signal):
             try:
                 self._do(Step.START)
-                if self.stall_timeout_secs:
-                    self._kill_unresponsive()
-                if self._failures:
-                    self._follow_failures(self._failures)
+                self._poll()
                 while (
                     self._running
                     or self._planned(self._start_again, self._on_loss)
@@ -181,9 +185,17 @@ class Supervisor:
             handle = partial(self._plans.run, blocking=False)
         handle()
 
-    def _follow_failures(self, failures: FailureLog) -> None:
+    def _poll(self) -> None:
+        """Looks, from now on regularly, at what no event reports."""
+        self._kill_unresponsive()
+        self._follow_failures()
+        self._do(self.policy.look(self._activity()))
+        stall_secs = self.stall_timeout_secs or math.inf
+        self._plans.enter(min(_POLL_SECS, stall_secs / _POLLS_PER_TIMEOUT), 0, self._poll)
+
+    def _follow_failures(self) -> None:
         """Prints why tasks of other hosts ended; ends the run if one of these failures says so."""
-        for failure in failures.new_of_others():
+        for failure in self._failures.new_of_others() if self._failures else ():
             if self._chief in self.policy.clusters or failure.ends_run:
                 print_failure(failure)
             if failure.ends_run and not self._is_ending:
@@ -191,17 +203,15 @@ class Supervisor:
                 say(f"It is not restarted. So this host ends {own}, too.")
                 self._exit_of_others = failure.exit_of_others
                 self._end_run()
-        self._plans.enter(_FOLLOW_SECS, 0, self._follow_failures, (failures,))
 
     def _kill_unresponsive(self) -> None:
         for process in self._running.values():
             silent_secs = process.watch.silent_secs()
-            if silent_secs > self.stall_timeout_secs and not process.unresponsive:
+            if 0 < self.stall_timeout_secs < silent_secs and not process.unresponsive:
                 process.unresponsive = (
                     f"unresponsive for {silent_secs:.0f} s (--stall_timeout_secs)"
                 )
                 process.send(signal.SIGKILL)
-        self._plans.enter(self.stall_timeout_secs / _POLLS_PER_TIMEOUT, 0, self._kill_unresponsive)
 
     def _on_stop(self, signum: signal.Signals) -> None:
         self._num_stops += 1
@@ -373,7 +383,7 @@ class Supervisor:
     def _forget_plans(self) -> None:
         """Drops all plans before a restart of all tasks: they were for the old processes."""
         for plan in self._plans.queue:
-            if plan.action not in (self._kill_unresponsive, self._follow_failures):
+            if plan.action != self._poll:
                 self._plans.cancel(plan)
         self._restarted_alone.clear()
         self._restart_of_all = None
