@@ -19,8 +19,7 @@ from trainer.config import ConfigError, Recipe
 from trainer.exit_codes import EXIT_DONE
 from trainer.flags import start
 from trainer.flags.checks import check_sizes, read_cluster, read_recipe, serves
-from trainer.flags.model_dir import model_dir_of
-from trainer.flags.start import cluster_here, num_workers, task_spec
+from trainer.flags.start import cluster_here, model_dir_of, num_workers, task_spec
 from trainer.guards.parent_watch import watch_parent
 from trainer.program import python_command
 from trainer.task_spec import TaskSpec

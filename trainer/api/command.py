@@ -20,7 +20,7 @@ from trainer import flags
 from trainer.api.result import Result, end_of
 from trainer.exit_codes import EXIT_USAGE
 from trainer.flags.checks import read_cluster, read_recipe
-from trainer.flags.model_dir import DEFAULT_DIR, model_dir_of
+from trainer.flags.start import DEFAULT_DIR, model_dir_of
 from trainer.program import python_command
 from trainer.run_files import RunFiles
 

@@ -31,8 +31,7 @@ from trainer import flags, tf_setup
 from trainer.api.result import Result, end_of
 from trainer.config import Config, Recipe
 from trainer.flags.checks import read_cluster, read_recipe
-from trainer.flags.model_dir import model_dir_of
-from trainer.flags.start import set_train_steps, task_spec
+from trainer.flags.start import model_dir_of, set_train_steps, task_spec
 from trainer.guards.signals import StopSignals, stop_signals
 from trainer.run_files import RunFiles
 

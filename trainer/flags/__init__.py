@@ -4,8 +4,8 @@
     flags.STRATEGY.value
 
 `parsing.py` parses a command line, and `checks.py` turns flags and TF_CONFIG into a checked config
-and cluster. `continued.py` continues a run, `model_dir.py` names its directory. `start.py` has the
-task that the flags describe, and what is checked before it starts.
+and cluster. `continued.py` continues a run. `start.py` has the task that the flags describe, the
+directory of the run, and what is checked before it starts.
 
 A flag that would be ignored, because of the strategy or of the source of the cluster, is an error;
 `checks.py` finds it by the flag's scope. This module imports nothing slow: `--help` is fast.
@@ -176,28 +176,20 @@ EPOCHS = flags.DEFINE_float(
 )
 # The config fields that users change most.
 SHORTCUTS = {
-    "batch_size": flags.DEFINE_integer("batch_size", None, "Short for --config.batch_size."),
-    "learning_rate": flags.DEFINE_float("learning_rate", None, "Short for --config.learning_rate."),
-    "train_steps": flags.DEFINE_integer(
-        "train_steps", None, "Steps of a run. Short for --config.train_steps."
-    ),
-    "deterministic": flags.DEFINE_boolean(
-        "deterministic", None, "Equal bits in each run. Short for --config.deterministic."
-    ),
-    "data_dir": flags.DEFINE_string(
-        "data_dir", None, "Directory with TFRecord files. Short for --config.data_dir."
-    ),
-    "data_cache_dir": flags.DEFINE_string(
-        "data_cache_dir",
-        None,
-        "With --data_dir at s3://: a local directory for copies of what is read. Short for "
-        "--config.data_cache_dir.",
-    ),
-    "data_cache_bytes": flags.DEFINE_integer(
-        "data_cache_bytes",
-        None,
-        "The most bytes of all copies in it. Short for --config.data_cache_bytes.",
-    ),
+    name: define(name, None, f"{text}Short for --config.{name}.")
+    for name, define, text in (
+        ("batch_size", flags.DEFINE_integer, ""),
+        ("learning_rate", flags.DEFINE_float, ""),
+        ("train_steps", flags.DEFINE_integer, "Steps of a run. "),
+        ("deterministic", flags.DEFINE_boolean, "Equal bits in each run. "),
+        ("data_dir", flags.DEFINE_string, "Directory with TFRecord files. "),
+        (
+            "data_cache_dir",
+            flags.DEFINE_string,
+            "With --data_dir at s3://: a local directory for copies of what is read. ",
+        ),
+        ("data_cache_bytes", flags.DEFINE_integer, "The most bytes of all copies in it. "),
+    )
 }
 with _scope(_CLUSTERS, LOCAL):
     WORKERS = flags.DEFINE_integer(

@@ -29,8 +29,14 @@ from trainer.flags.checks import (
     serves,
 )
 from trainer.flags.continued import print_next
-from trainer.flags.model_dir import is_default_dir, model_dir_of
-from trainer.flags.start import READY, check_before_launch, cluster_here, num_workers
+from trainer.flags.start import (
+    READY,
+    check_before_launch,
+    cluster_here,
+    is_default_dir,
+    model_dir_of,
+    num_workers,
+)
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
