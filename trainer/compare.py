@@ -27,18 +27,10 @@ import numpy.typing as npt
 from absl import flags
 
 from data.system.scratch import plain_path
+from trainer import run_files
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
-from trainer.run_files import (
-    DIGESTS,
-    NO_METRICS,
-    NUM_STEPS,
-    PART_DIGESTS,
-    Document,
-    RunFiles,
-    finished_checkpoints,
-    step_in,
-)
+from trainer.run_files import DIGESTS, NUM_STEPS, PART_DIGESTS, Document, RunFiles
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 EXIT_DIFFERENT = 1
@@ -48,7 +40,7 @@ _NOT_COMPARED = (
     *("gpu_peak_bytes", NUM_STEPS),
 )
 # Values of reports of training that are no means over its steps.
-_NO_MEANS = {*NO_METRICS, "loss_scale", "skipped_steps"}
+_NO_MEANS = {*run_files.NO_METRICS, "loss_scale", "skipped_steps"}
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 _ALL_PARTS = "gradients of all parts of the batch"
@@ -143,8 +135,8 @@ def _reports(files: RunFiles) -> dict[tuple[int, str], Document]:
 
 def _checkpoints(files: RunFiles) -> dict[int, str]:
     """The path of a complete checkpoint of each step."""
-    names = finished_checkpoints(files.checkpoints)
-    return {step_in(name): f"{files.checkpoints}/{name}" for name in names}
+    names = run_files.finished_checkpoints(files.checkpoints)
+    return {run_files.step_in(name): f"{files.checkpoints}/{name}" for name in names}
 
 
 def _report_differences(pairs: Iterable[tuple[Document, Document]]) -> Differences:

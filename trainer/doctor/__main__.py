@@ -34,13 +34,7 @@ from trainer.doctor.findings import PEER_ADVICE, Finding, can_connect, device_fi
 from trainer.doctor.plan import machine, mark_in, place_fault, plan_in_child, shared_fault
 from trainer.doctor.table import as_json, text
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
-from trainer.flags.checks import (
-    num_to_aggregate,
-    read_cluster,
-    read_recipe,
-    read_shared_settings,
-    serves,
-)
+from trainer.flags import checks
 from trainer.flags.parsing import parse
 from trainer.flags.start import cluster_here
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
@@ -130,15 +124,15 @@ def _main(argv: Sequence[str]) -> NoReturn:
 def _examine(argv: Sequence[str]) -> NoReturn:
     if len(argv) > 1:
         raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
-    recipe = read_recipe()
-    described = read_cluster(is_launched=False)
+    recipe = checks.read_recipe()
+    described = checks.read_cluster(is_launched=False)
     set_environment()
     is_alone = described is None
     cluster = described or cluster_here()
     model_dir = flags.MODEL_DIR.value or "runs"
-    num_to_aggregate(recipe, cluster.num("worker"))  # For its checks.
+    checks.num_to_aggregate(recipe, cluster.num("worker"))  # For its checks.
     is_typed = bool(flags.FLAGS["deadline_secs"].present)
-    makes_plan = is_alone or not (serves(cluster) or cluster.task.job == "evaluator")
+    makes_plan = is_alone or not (checks.serves(cluster) or cluster.task.job == "evaluator")
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
     wait_for_plan = plan_in_child(
         recipe, cluster, model_dir, makes_plan=makes_plan, reads_input=is_alone and not is_typed
@@ -146,7 +140,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     has_limit = not is_alone or is_typed
     if has_limit:
         doctor.end_after(doctor.until(1.0) - time.monotonic())
-    shared = read_shared_settings(recipe) if makes_plan else {}
+    shared = checks.read_shared_settings(recipe) if makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
     if makes_plan and (fault := place_fault(model_dir)):
         own["faults"].append(fault)
@@ -176,7 +170,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     with Exchange(cluster, str(doctor.mark or "")) as exchange:
         exchange.meet(doctor.until(_MEET))
         fault = shared_fault(model_dir, exchange.mark_of(cluster.chief))
-        if fault and not serves(cluster):
+        if fault and not checks.serves(cluster):
             own["faults"].append(fault)
         doctor.doing = "measuring the network"
         own["meetings"] = exchange.measure(doctor.until(_PLAN))

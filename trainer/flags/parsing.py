@@ -12,16 +12,9 @@ from absl.flags import Error, UnrecognizedFlagError
 
 from data.system.errors import UsageError
 from data.system.flags import check_utf8, show_help
+from trainer import flags
 from trainer.exit_codes import EXIT_USAGE
-from trainer.flags import (
-    COMPLETION,
-    DEFAULT_CONFIG,
-    FLAGS,
-    LOCAL,
-    LOCAL_OR_HOSTS,
-    SCOPES,
-    SHORTCUTS,
-)
+from trainer.flags import FLAGS
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -49,21 +42,22 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
     if not paths:
-        local = [n for n, s in SCOPES.items() if s.where in (LOCAL, LOCAL_OR_HOSTS)]
-        argv = with_settings_of_run(argv, local)
+        local = (flags.LOCAL, flags.LOCAL_OR_HOSTS)
+        local_flags = [name for name, scope in flags.SCOPES.items() if scope.where in local]
+        argv = with_settings_of_run(argv, local_flags)
         paths, others = _split_config(argv)
     # The tasks of a cluster on this machine get the command line of their launcher. ml_collections
     # reads it, too, and needs --config before its fields.
     sys.argv[1:] = [*(f"--config={path}" for path in paths), *others]
-    path = paths[0] if paths else DEFAULT_CONFIG
+    path = paths[0] if paths else flags.DEFAULT_CONFIG
     argv = [argv[0], f"--config={path}", *others]
     config = load_recipe(path).config
     try:
         rest: list[str] = FLAGS(argv)
-        if COMPLETION.value is not None:
+        if flags.COMPLETION.value is not None:
             from trainer.flags.completion import completion_script
 
-            print(completion_script(COMPLETION.value, FLAGS, config))
+            print(completion_script(flags.COMPLETION.value, FLAGS, config))
             sys.exit(0)
         return rest
     except UnrecognizedFlagError as error:
@@ -129,5 +123,5 @@ def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception)
         return unknown
     known = flatten(config)
     values = {name: FLAGS[name].default for name in FLAGS}
-    values |= {name: known[name] for name in SHORTCUTS} | {"epochs": 10.0}
+    values |= {name: known[name] for name in flags.SHORTCUTS} | {"epochs": 10.0}
     return wrong_value(str(error), values | {f"config.{name}": v for name, v in known.items()})

@@ -21,22 +21,9 @@ from trainer import flags
 from trainer.config import ConfigError, Recipe, data_dir
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_RESTART, end_at_once
-from trainer.flags.checks import (
-    check_isolation,
-    check_sizes,
-    metrics_listener,
-    read_shared_settings,
-    serves,
-)
+from trainer.flags import checks, start
 from trainer.flags.continued import print_next
-from trainer.flags.start import (
-    READY,
-    check_before_launch,
-    cluster_here,
-    is_default_dir,
-    model_dir_of,
-    num_workers,
-)
+from trainer.flags.start import READY, cluster_here
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
@@ -62,17 +49,17 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
 
     `view` shows the run in a directory while its context is open.
     """
-    check_isolation(recipe)
+    checks.check_isolation(recipe)
     strategy, cluster = flags.STRATEGY.value, cluster_here()
     workers = cluster.num("worker")
-    check_sizes(recipe, workers, cluster.num("ps"))
+    checks.check_sizes(recipe, workers, cluster.num("ps"))
     if strategy != "ps":
         check_replicas(recipe.config, flags.REPLICAS.value or workers)
     num_threads = flags.NUM_THREADS.value or max(1, num_cores() // workers)
     cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
-    model_dir = model_dir_of(recipe)
+    model_dir = start.model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
-        if listener := metrics_listener(is_chief=True):
+        if listener := checks.metrics_listener(is_chief=True):
             stack.enter_context(listener)
         forks = _forks(model_dir, stack)
         _tell("checking the config, the data and the model")
@@ -98,7 +85,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
             run_dir = directory_of_logs(model_dir).parent
             policy = ResizingPolicy(cluster, run_dir, least=flags.MIN_WORKERS.value)
         supervisor = _supervisor(policy, starter, model_dir)
-        if is_default_dir():
+        if start.is_default_dir():
             point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
         stack.enter_context(view(model_dir))
@@ -110,12 +97,12 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
 
 def supervise(recipe: Recipe, cluster: Cluster) -> int:
     """Starts, supervises and restarts this host's task of a cluster of several hosts."""
-    check_sizes(recipe, num_workers(cluster), cluster.num("ps"))
-    model_dir = model_dir_of(recipe)
+    checks.check_sizes(recipe, start.num_workers(cluster), cluster.num("ps"))
+    model_dir = start.model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
         forks = _forks(model_dir, stack)
         # A server gets the config from the chief. Of an elastic cluster it may be the next chief.
-        if not serves(cluster) or flags.MIN_WORKERS.present:
+        if not checks.serves(cluster) or flags.MIN_WORKERS.present:
             exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
             if exit_code != READY:
                 return exit_code
@@ -133,7 +120,7 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
                     powers_of_two=recipe.config.virtual_replicas > 0 and not servers,
                 ),
                 # The code, the config and the flags that must be equal on all hosts of a run.
-                identity=str(as_number({**software(), **read_shared_settings(recipe)})),
+                identity=str(as_number({**software(), **checks.read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
             )
             report = run_elastic(_supervisor(policy, starter, model_dir, label), policy)
@@ -199,7 +186,7 @@ def _run_check_before_launch(
     model_dir: str, recipe: Recipe, forks: ForkServer | None, cluster: Cluster
 ) -> int:
     if forks is None:
-        return check_before_launch(recipe, cluster)
+        return start.check_before_launch(recipe, cluster)
     with ParentWatch() as parent_watch:
         fds = {1: 1, 2: 2, parent_watch.fd: parent_watch.fd}
         try:
@@ -207,7 +194,7 @@ def _run_check_before_launch(
             argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
             child = forks.spawn(target, "preflight", argv, parent_watch.env, fds)
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
-            return check_before_launch(recipe, cluster)
+            return start.check_before_launch(recipe, cluster)
 
         received: list[int] = []
 

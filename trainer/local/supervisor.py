@@ -39,24 +39,9 @@ from pathlib import Path
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
 from trainer.guards.signals import Repetitions, SignalThread, stop_signals
-from trainer.local.deaths import (
-    Action,
-    RunState,
-    TaskEnd,
-    decide,
-    decide_loss,
-    failure_of,
-    is_chief_done,
-    mark_survived,
-)
-from trainer.local.launch_report import (
-    FailureLog,
-    LaunchReport,
-    Restart,
-    print_failure,
-    print_summary,
-    write_restart,
-)
+from trainer.local import deaths, launch_report
+from trainer.local.deaths import Action, TaskEnd
+from trainer.local.launch_report import LaunchReport
 from trainer.local.policy import Activity, FixedPolicy, Step
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
@@ -93,7 +78,7 @@ class Supervisor:
         self._chief = cluster.chief
         self._has_ps = cluster.num("ps") > 0
         run_dir = self._logs.directory.parent
-        self._failures = FailureLog(run_dir, self.host) if self.host else None
+        self._failures = launch_report.FailureLog(run_dir, self.host) if self.host else None
         self._exit_of_others = 0
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._running: dict[Task, TaskProcess] = {}
@@ -101,7 +86,7 @@ class Supervisor:
         self._num_starts: Counter[Task] = Counter()
         self._restarted_alone: set[Task] = set()
         self._ends: list[TaskEnd] = []
-        self._restarts: list[Restart] = []
+        self._restarts: list[launch_report.Restart] = []
         # While tasks are being ended for a restart of all: its cause, and its earliest time.
         self._restart_of_all: tuple[TaskEnd, float] | None = None
         self._keeps_servers = False  # In that restart.
@@ -130,7 +115,7 @@ class Supervisor:
                     process.reap()
         is_stopped = self._num_stops > 0
         report = LaunchReport(self._ends, self._restarts, is_stopped, self._exit_of_others)
-        print_summary(report, self._logs)
+        launch_report.print_summary(report, self._logs)
         return report
 
     def ask(self, decide: Callable[[Activity], Step]) -> None:
@@ -197,7 +182,7 @@ class Supervisor:
         """Prints why tasks of other hosts ended; ends the run if one of these failures says so."""
         for failure in self._failures.new_of_others() if self._failures else ():
             if self._chief in self.policy.clusters or failure.ends_run:
-                print_failure(failure)
+                launch_report.print_failure(failure)
             if failure.ends_run and not self._is_ending:
                 (own,) = self.policy.clusters
                 say(f"It is not restarted. So this host ends {own}, too.")
@@ -251,14 +236,14 @@ class Supervisor:
             pid=process.pid,
             exit_code=code,
             seconds=process.seconds(),
-            failure=failure_of(
+            failure=deaths.failure_of(
                 code, process.unresponsive, process.end_reason, is_stopped=is_stopped
             ),
             was_overdue=bool(process.end_reason),
             last_lines=tuple(process.tail),
         )
         self._ends.append(end)
-        match decide(end, self._state(end)):
+        match deaths.decide(end, self._state(end)):
             case Action.FINISH:
                 self._finish()
             case Action.ABORT:
@@ -270,7 +255,7 @@ class Supervisor:
             case Action.NONE:
                 pass
             case Action.IGNORE:
-                mark_survived([end])
+                deaths.mark_survived([end])
             case Action.WAIT:
                 self._plans.enter(_CHIEF_FOLLOWS_SECS, 0, self._on_loss, (end,))
             case _:
@@ -278,7 +263,7 @@ class Supervisor:
 
     def _on_loss(self, end: TaskEnd) -> None:
         state = self._state(end)
-        action = decide_loss(end, state)
+        action = deaths.decide_loss(end, state)
         if action in (Action.RESTART_TASK, Action.RESTART_ALL):
             delay_secs = self.restarts.next_delay_secs(end, counts=self.policy.counts(end))
             if delay_secs is not None:
@@ -290,9 +275,9 @@ class Supervisor:
                 "10 minutes (--max_restarts) have brought neither a new checkpoint nor a later "
                 "step."
             )
-            action = decide_loss(end, state._replace(may_restart=False))
+            action = deaths.decide_loss(end, state._replace(may_restart=False))
         if action is Action.CONTINUE:
-            mark_survived([end])
+            deaths.mark_survived([end])
             say(f"{end.death}. The other workers continue without it.")
         else:
             self._write_failure(end, ends_run=True)
@@ -302,9 +287,9 @@ class Supervisor:
         if self._failures and end.failure and not self._is_ending:
             self._failures.write(end, ends_run=ends_run and self.policy.ends_all_hosts(end))
 
-    def _state(self, end: TaskEnd) -> RunState:
-        return RunState(
-            is_chief_done=is_chief_done(self._ends),
+    def _state(self, end: TaskEnd) -> deaths.RunState:
+        return deaths.RunState(
+            is_chief_done=deaths.is_chief_done(self._ends),
             is_ending=self._is_ending,
             restart_cause=self._restart_of_all[0].exit_code if self._restart_of_all else None,
             has_other_workers=any(other.job == end.task.job for other in self._running),
@@ -314,7 +299,7 @@ class Supervisor:
     def _finish(self) -> None:
         self._start_nothing_more()
         # The run did without these tasks, or they died when it did not need them any more.
-        mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
+        deaths.mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
         # A task that was just restarted may wait for a chief that it has never seen.
         late = [task for task in self._restarted_alone if task in self._running]
         self._end(late, _SERVERS_ALONE_SECS, signal.SIGKILL)
@@ -342,7 +327,7 @@ class Supervisor:
         when = f"in {delay_secs:g} s" if delay_secs else "now"
         say(f"{cause.death}. Restarting {what} {when}.")
         if is_alone:
-            mark_survived([cause])
+            deaths.mark_survived([cause])
             self._restarted_alone.add(cause.task)
             self._plans.enter(delay_secs, 0, self._start_again, (cause, [cause.task]))
             return
@@ -370,14 +355,14 @@ class Supervisor:
                 return
         cause, when = self._restart_of_all
         self._forget_plans()
-        mark_survived(self._ends)
+        deaths.mark_survived(self._ends)
         ended = [task for task in self.policy.clusters if task not in self._running]
         self._plans.enterabs(when, 0, self._start_again, (cause, ended))
 
     def _start_again(self, cause: TaskEnd, tasks: Collection[Task]) -> None:
         if tasks := self.policy.to_start(tasks):
-            self._restarts.append(Restart(cause, tuple(tasks), now()))
-            write_restart(self._restarts[-1], self._logs)
+            self._restarts.append(launch_report.Restart(cause, tuple(tasks), now()))
+            launch_report.write_restart(self._restarts[-1], self._logs)
             self._start(tasks)
 
     def _forget_plans(self) -> None:
