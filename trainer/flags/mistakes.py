@@ -1,24 +1,19 @@
 """Messages about mistyped flags and values: what was received, what is needed, what to type.
 
 message = unknown_flag("log_every_steps", known_flags, config)
-message = wrong_value(str(error), values)
+message = wrong_value(str(error), values, parsers)
 """
 
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from absl.flags import ArgumentParser, EnumParser, FloatParser, IntegerParser
+
 from trainer.config import Config, flatten
 
 # A message of absl: "flag --batch_size=abc: invalid literal for int() with base 10: 'abc'".
 _ILLEGAL = re.compile(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): (?P<reason>.*)", re.DOTALL)
-_CHOICE = re.compile(r"value should be one of <(?P<names>[^>]*)>")
-# "-1 is not a non-negative integer", "0.0 is not number >= 0.001",
-# "2 is not an integer in the range [0, 1]".
-_BOUNDS = re.compile(
-    r"(?P<number>\S+) is not (?:an? )?(?P<sign>positive |non-negative )?(?P<kind>integer|number)"
-    r"(?: >= (?P<least>\S+)| in the range \[(?P<low>\S+), (?P<high>\S+)\])?"
-)
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 # The names of flags in other programs, and the flags or fields of this one.
@@ -54,7 +49,9 @@ def unknown_flag(name: str, known: Iterable[str], config: Config) -> str:
     return f"There is no flag --{name}. {hint}"
 
 
-def wrong_value(message: str, values: Mapping[str, object]) -> str:
+def wrong_value(
+    message: str, values: Mapping[str, object], parsers: Mapping[str, ArgumentParser]
+) -> str:
     """Rewrites absl's message about a value of a wrong type or out of range in plain words.
 
     Returns other messages as they are. `values` has an example of a right value for each flag.
@@ -62,11 +59,11 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
     matched = _ILLEGAL.fullmatch(message)
     if matched is None:
         return message
-    name, came = matched["name"], matched["value"]
-    if choice := _CHOICE.fullmatch(matched["reason"]):
-        return _wrong_choice(name, came, choice["names"].split("|"))
-    if bounds := _BOUNDS.fullmatch(matched["reason"]):
-        return _out_of_range(name, came, bounds)
+    name, came, parser = matched["name"], matched["value"], parsers.get(matched["name"])
+    if isinstance(parser, EnumParser):
+        return _wrong_choice(name, came, parser.enum_values)
+    if parser and message.endswith(f" is not {parser.syntactic_help}"):
+        return _out_of_range(name, came, parser)
     example = values.get(name)
     needed = _NEEDED.get(type(example))
     if needed is None:
@@ -76,16 +73,12 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
     return f"--{name} must be {needed}. Received: {came!r}. Type --{name}={hint}"
 
 
-def _out_of_range(name: str, came: str, bounds: re.Match[str]) -> str:
-    kind = _NEEDED[int if bounds["kind"] == "integer" else float]
-    if bounds["low"]:
-        low, high = bounds["low"], bounds["high"]
-        is_above = float(bounds["number"]) > float(high)
-        needed, nearest = f"from {low} to {high}", high if is_above else low
-    else:
-        nearest = bounds["least"] or ("1" if bounds["sign"] == "positive " else "0")
-        needed = f"of {nearest} or more"
-    hint = f"Type --{name}={nearest}, for example."
+def _out_of_range(name: str, came: str, parser: IntegerParser | FloatParser) -> str:
+    kind = _NEEDED[int if isinstance(parser, IntegerParser) else float]
+    low, high = parser.lower_bound, parser.upper_bound
+    needed = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
+    nearest = low if high is None or parser.convert(came) < high else high
+    hint = f"Type --{name}={nearest:g}, for example."
     return f"--{name} must be {kind} {needed}. Received: {came!r}. {hint}"
 
 

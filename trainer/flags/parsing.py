@@ -124,4 +124,5 @@ def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception)
     known = flatten(config)
     values = {name: FLAGS[name].default for name in FLAGS}
     values |= {name: known[name] for name in flags.SHORTCUTS} | {"epochs": 10.0}
-    return wrong_value(str(error), values | {f"config.{name}": v for name, v in known.items()})
+    values |= {f"config.{name}": value for name, value in known.items()}
+    return wrong_value(str(error), values, {name: FLAGS[name].parser for name in FLAGS})
