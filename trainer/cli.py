@@ -6,6 +6,7 @@
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,8 +33,12 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
     trainer.local: a task starts without it.
     """
     pin_to_cpus()
-    is_launched = watch_parent()
+    has_parent = watch_parent()
+    only_checks = os.environ.pop(start.ONLY_CHECKS, None) is not None
+    is_launched = has_parent and not only_checks
     recipe, cluster = _read(argv, is_launched=is_launched)
+    if only_checks:
+        return start.check_before_launch(recipe, cluster or cluster_here())
     if flags.DOWNLOAD_ONLY.value:
         tf_setup.import_tensorflow()
         from trainer.inputs import prepare_inputs
@@ -56,13 +61,6 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
 
         return keep_serving(cluster.task, [*python_command("-m", "trainer"), *sys.argv[1:]])
     return _task(recipe, cluster, is_launched=is_launched)
-
-
-def check_before_launch(argv: Sequence[str]) -> int:
-    """Finds mistakes before tasks are started, in a fork; see start.check_before_launch."""
-    watch_parent()
-    recipe, cluster = _read(argv, is_launched=False)
-    return start.check_before_launch(recipe, cluster or cluster_here())
 
 
 def view(model_dir: str, *, is_launcher: bool) -> AbstractContextManager[None]:

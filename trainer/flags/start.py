@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
 READY = 113
+# The variable with which a launcher has a fork run `check_before_launch` alone.
+ONLY_CHECKS = "TRAINER_ONLY_CHECKS"
 # The variable with the default --model_dir that `trainer.train` chose for a cluster.
 DEFAULT_DIR = "TRAINER_DEFAULT_DIR"
 _MAX_WORDS, _MAX_BYTES = 3, 40

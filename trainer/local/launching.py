@@ -39,7 +39,7 @@ from trainer.local.resizing import ResizingPolicy
 from trainer.local.restarts import Restarts
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
-from trainer.local.task_process import TaskStarter
+from trainer.local.task_process import TARGET, TaskStarter
 from trainer.run_files import directory_of_logs, point_latest_to, progress_of
 from trainer.run_record.report_upload import uploading_reports
 
@@ -190,9 +190,9 @@ def _run_check_before_launch(
     with ParentWatch() as parent_watch:
         fds = {1: 1, 2: 2, parent_watch.fd: parent_watch.fd}
         try:
-            target = "trainer.__main__:check_before_launch"
             argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
-            child = forks.spawn(target, "preflight", argv, parent_watch.env, fds)
+            env = {**parent_watch.env, start.ONLY_CHECKS: "1"}
+            child = forks.spawn(TARGET, "preflight", argv, env, fds)
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
             return start.check_before_launch(recipe, cluster)
 

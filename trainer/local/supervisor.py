@@ -113,6 +113,7 @@ class Supervisor:
                 for process in self._running.values():
                     process.send(signal.SIGKILL)
                     process.reap()
+                self._logs.close()
         is_stopped = self._num_stops > 0
         report = LaunchReport(self._ends, self._restarts, is_stopped, self._exit_of_others)
         launch_report.print_summary(report, self._logs)
@@ -150,7 +151,7 @@ class Supervisor:
             self._running[task] = TaskProcess(
                 self.starter,
                 self.policy.clusters[task],
-                self._logs.open(task),
+                self._logs,
                 lambda process: self._events.put(partial(self._on_exit, process)),
                 is_shown=task == self._chief or bool(self.host),
                 host=self.host,
