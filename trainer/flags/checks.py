@@ -30,6 +30,20 @@ from trainer.hooks.tracker_names import reached_over_network
 
 log = logging.getLogger(__name__)
 
+# Pairs of flags that exclude each other, and pairs of which the first one needs the second one.
+_EXCLUSIVE = (
+    ("download_only", "model_dir", "trains nothing, so that {} would stay empty"),
+    ("download_only", "check", "and {} are two ways to end early"),
+    ("quiet", "verbose", "prints none of the lines that {} adds"),
+    ("keep_serving", "max_restarts", "restarts this task without a limit, and would ignore {}"),
+    ("keep_serving", "chief_timeout_secs", "waits without a limit, and would ignore {}"),
+    ("sync_replicas", "max_staleness", "gives all gradients the staleness 0, and would ignore {}"),
+)
+_NEEDED = (
+    ("rejoin_secs", "min_workers", "without it the others wait for a lost host without a limit"),
+    ("metrics_host", "metrics_port", "without it nothing is served"),
+    ("replicas_to_aggregate", "sync_replicas", "asynchronous steps aggregate nothing"),
+)
 METRICS_FD = "TRAINER_METRICS_FD"  # Names the descriptor of a socket that a launcher has made.
 
 
@@ -86,8 +100,6 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
     Raises ConfigError if nothing can listen at that address.
     """
     host, port = flags.METRICS_HOST.value, flags.METRICS_PORT.value
-    if port is None and flags.METRICS_HOST.present:
-        raise ConfigError("--metrics_host needs --metrics_port, without which nothing is served.")
     if port is None or not is_chief:
         return None
     if inherited := os.environ.pop(METRICS_FD, None):
@@ -135,15 +147,9 @@ def read_cluster(*, is_launched: bool) -> Cluster | None:
 
 
 def _check_elastic(cluster: Cluster | None) -> None:
-    """Refuses --min_workers and --rejoin_secs where they would be ignored or cannot work."""
+    """Refuses --min_workers where it would be ignored or cannot work."""
     least, model_dir = flags.MIN_WORKERS.value, flags.MODEL_DIR.value
     if least is None:
-        if flags.REJOIN_SECS.present:
-            raise ConfigError(
-                f"--rejoin_secs={flags.REJOIN_SECS.value:g} needs --min_workers: without it the "
-                "others wait for a lost host without a limit. Add --min_workers=1, or leave "
-                "--rejoin_secs out."
-            )
         return
     given = f"--min_workers={least}"
     is_local = cluster is None and flags.STRATEGY.value == "ps"
@@ -315,20 +321,12 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
 
     `sizes` are the flags of local clusters that were used for the size of `cluster`.
     """
-    model_dir = flags.MODEL_DIR.value
     if flags.DOWNLOAD_ONLY.value and cluster is not None:
         raise ConfigError(
             "--download_only is for a process that is no task of a cluster, but TF_CONFIG or "
             "--worker_hosts makes this process a task. Leave it out, or type it without them: "
             f"env -u TF_CONFIG python -m trainer {shlex.join(sys.argv[1:])}"
         )
-    if flags.DOWNLOAD_ONLY.value and model_dir is not None:
-        raise ConfigError(
-            f"--download_only trains nothing, so that --model_dir={model_dir} would stay empty. "
-            "Leave one of the two out."
-        )
-    if flags.DOWNLOAD_ONLY.value and flags.CHECK.value:
-        raise ConfigError("--download_only and --check are two ways to end early. Leave one out.")
     ignored = [name for name in _given(flags.LOCAL) if name not in sizes]
     if cluster is not None and not is_launched and ignored:
         what = "the environment or --hosts" if sizes else "TF_CONFIG or --worker_hosts"
@@ -341,8 +339,7 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
             f"--{given[0]} is for the tasks of a cluster, but there is no TF_CONFIG, --hosts or "
             f"--worker_hosts, and no scheduler. Leave --{given[0]} out, or describe the cluster."
         )
-    if flags.QUIET.value and flags.VERBOSE.value:
-        raise ConfigError("--quiet prints none of the lines that --verbose adds. Leave one out.")
+    _check_pairs()
     if cluster is not None:
         _check_role_flags(cluster)
         if not flags.ALLOW_PUBLIC_ADDRESS.value:
@@ -351,20 +348,26 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
             check_private(cluster)
 
 
+def _check_pairs() -> None:
+    """Refuses two flags of which one would be ignored, and a flag without one that it needs."""
+    for name, other, why in _EXCLUSIVE:
+        if _is_given(name) and _is_given(other):
+            says = why.format(flags.FLAGS[other].serialize())
+            raise ConfigError(f"--{name} {says}. Leave one of the two out.")
+    for name, other, why in _NEEDED:
+        if _is_given(name) and not _is_given(other):
+            given = flags.FLAGS[name].serialize()
+            raise ConfigError(f"{given} needs --{other}: {why}. Add it, or leave --{name} out.")
+
+
+def _is_given(name: str) -> bool:
+    return flags.FLAGS[name].present and flags.FLAGS[name].value is not False
+
+
 def _check_role_flags(cluster: Cluster) -> None:
     task = cluster.task
-    if flags.KEEP_SERVING.value and flags.MAX_RESTARTS.present:
-        raise ConfigError(
-            f"--keep_serving restarts this task without a limit, so --max_restarts="
-            f"{flags.MAX_RESTARTS.value} would be ignored. Leave one out."
-        )
     if flags.KEEP_SERVING.value and not cluster.is_server:
         raise ConfigError(f"--keep_serving is for worker and ps tasks, but this task is {task}.")
-    if flags.KEEP_SERVING.value and flags.CHIEF_TIMEOUT_SECS.present:
-        raise ConfigError(
-            "--keep_serving waits for the next chief without a limit, so --chief_timeout_secs="
-            f"{flags.CHIEF_TIMEOUT_SECS.value:g} would be ignored. Leave one out."
-        )
     waits_for_chief = flags.STRATEGY.value == "ps" or cluster.num("evaluator")
     if flags.CHIEF_TIMEOUT_SECS.present and not waits_for_chief:
         raise ConfigError(
@@ -427,19 +430,9 @@ def serves(cluster: Cluster) -> bool:
 
 def num_to_aggregate(recipe: Recipe, num_workers: int) -> int:
     """Returns the number of gradients of a synchronous step, after checks; 0 if asynchronous."""
-    wanted, max_staleness = flags.REPLICAS_TO_AGGREGATE.value, flags.MAX_STALENESS.value
+    wanted = flags.REPLICAS_TO_AGGREGATE.value
     if not flags.SYNC_REPLICAS.value:
-        if wanted is not None:
-            raise ConfigError(
-                f"--replicas_to_aggregate={wanted} needs --sync_replicas: asynchronous steps "
-                "aggregate nothing."
-            )
         return 0
-    if max_staleness is not None:
-        raise ConfigError(
-            f"--max_staleness={max_staleness} is for asynchronous steps; with --sync_replicas "
-            "every applied gradient has staleness 0. Leave one of the two out."
-        )
     wanted = num_workers if wanted is None else wanted
     if not 1 <= wanted <= num_workers:
         raise ConfigError(
