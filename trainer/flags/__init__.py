@@ -13,6 +13,7 @@ A flag that would be ignored, because of the strategy or of the source of the cl
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -283,6 +284,13 @@ with _scope(_PS):
         "read_dtype", "float32", ("float32", "float16", "bfloat16"), _HELP["read_dtype"]
     )
 DEFINED = frozenset(flag.name for flag in FLAGS.get_flags_for_module(__name__))
+
+
+def own_flags() -> list[flags.Flag]:
+    """Returns the flags of the command, without those of absl, by their names."""
+    modules = FLAGS.flags_by_module_dict().items()
+    own = [defined for module, defined in modules if not module.startswith("absl.")]
+    return sorted(itertools.chain(*own), key=lambda flag: str(flag.name))
 
 
 def values_of(group: type) -> dict[str, Any]:

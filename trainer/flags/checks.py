@@ -23,7 +23,7 @@ from strategies.cluster.sources.finding import is_described
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from strategies.transfer import Transfer
 from trainer import flags
-from trainer.config import Config, ConfigError, Recipe, data_dir, load_recipe
+from trainer.config import ConfigError, Recipe, data_dir, load_recipe
 from trainer.config_checks import check, check_sub_batches, check_virtual_replicas
 from trainer.guards.fingerprint import shared_settings
 from trainer.hooks.tracker_names import reached_over_network
@@ -55,7 +55,7 @@ def read_recipe() -> Recipe:
         if flag.value is not None:
             setattr(config, name, flag.value)
     check(config)
-    if _at_s3(config):
+    if any(map(is_s3, (flags.MODEL_DIR.value or "", data_dir(config)))):
         try:
             object_store.require()
         except object_store.MissingObstoreError as error:
@@ -81,14 +81,19 @@ def _check_epochs() -> None:
         )
 
 
-def check_isolation(recipe: Recipe) -> None:
-    """Refuses `--isolate=on` if tasks need the network to read or to write."""
-    urls = [*_at_s3(recipe.config), reached_over_network(recipe.config.trackers)]
-    if flags.ISOLATE.value == "on" and (urls := list(filter(None, urls))):
+def network_needed(recipe: Recipe) -> str:
+    """Returns what the tasks reach over the network; empty if there is nothing.
+
+    Raises ConfigError if there is something, and --isolate=on.
+    """
+    urls = [path for path in (flags.MODEL_DIR.value or "", data_dir(recipe.config)) if is_url(path)]
+    needed = next(iter(urls), reached_over_network(recipe.config.trackers)) or ""
+    if needed and flags.ISOLATE.value == "on":
         raise ConfigError(
-            f"--isolate=on separates the tasks from the network, but {urls[0]} is reached over "
+            f"--isolate=on separates the tasks from the network, but {needed} is reached over "
             "the network. Use --isolate=auto, or local directories."
         )
+    return needed
 
 
 def metrics_listener(*, is_chief: bool) -> socket.socket | None:
@@ -111,10 +116,6 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
             f"--metrics_port={port} cannot be listened at on {host}: {error.strerror}. Give "
             "another --metrics_port, or an address of this machine as --metrics_host."
         ) from None
-
-
-def _at_s3(config: Config) -> list[str]:
-    return list(filter(is_s3, (flags.MODEL_DIR.value or "", data_dir(config))))
 
 
 def read_cluster(*, is_launched: bool) -> Cluster | None:
@@ -176,24 +177,17 @@ def _check_elastic(cluster: Cluster | None) -> None:
                 f"{given}: the launchers decide how long a task waits for the chief, and start it "
                 f"again for the next one, so that --{name} would be ignored. Leave one out."
             )
-    if not is_local and model_dir is None:
-        raise ConfigError(
-            f"{given} needs --model_dir: a directory that all tasks see, on a shared file system."
-        )
     if flags.MAX_RESTARTS.value == 0:
         raise ConfigError(
             f"{given} needs restarts: when the workers that train change, each launcher starts its "
             "tasks again. But --max_restarts=0 allows none. Leave it out."
         )
-    if is_local and is_url(str(model_dir)):
-        raise ConfigError(
-            f"{given} needs --model_dir on this machine: the file membership/workers in it says "
-            f"how many workers train. Received: --model_dir={model_dir}."
-        )
     if is_url(str(model_dir)):
+        where = "a shared file system with hard links, on which the hosts agree who trains"
+        if is_local:
+            where = "this machine: its file membership/workers says how many workers train"
         raise ConfigError(
-            f"{given} needs --model_dir on a shared file system with hard links, on which the "
-            f"hosts agree who trains. Received: --model_dir={model_dir}."
+            f"{given} needs --model_dir on {where}. Received: --model_dir={model_dir}."
         )
 
 
@@ -382,7 +376,8 @@ def _check_role_flags(cluster: Cluster) -> None:
         )
     is_described_by_flags = flags.JOB_NAME.value or flags.EXISTING_SERVERS.value
     needs_model_dir = not serves(cluster) and not is_described_by_flags
-    if flags.MODEL_DIR.value is None and (needs_model_dir or flags.STRATEGY.value == "multiworker"):
+    needs_model_dir |= flags.STRATEGY.value == "multiworker" or flags.MIN_WORKERS.present
+    if flags.MODEL_DIR.value is None and needs_model_dir:
         raise ConfigError(
             f"{task} needs --model_dir: a directory that all tasks see, on a shared file system."
         )

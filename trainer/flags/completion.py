@@ -1,6 +1,6 @@
 """Shell completion: a script of the flags, their values and the config fields of a config file.
 
-    print(completion_script("bash", FLAGS, config))
+    print(completion_script("bash", config))
 
 `source <(python -m trainer --completion=bash)` completes `python -m trainer` and the command
 `tf-distribution-trainer`. zsh runs the same script, by its emulation of bash's completion. Other
@@ -11,6 +11,7 @@ from absl import flags
 
 from trainer.config import Config, flatten
 from trainer.config_file import shipped_configs
+from trainer.flags import own_flags
 
 _PROGRAM = "tf-distribution-trainer"
 _FILES = ("config", "model_dir", "data_dir", "data_cache_dir")
@@ -71,13 +72,9 @@ complete -c python -c python3 -n 'string match -q -- "* -m trainer *" (commandli
 """
 
 
-def completion_script(shell: str, values: flags.FlagValues, config: Config) -> str:
+def completion_script(shell: str, config: Config) -> str:
     """Returns the script for `shell`: bash, zsh or fish."""
-    words = []
-    for name in sorted(values):
-        is_own = not values.find_module_defining_flag(name, "").startswith("absl.")
-        if is_own and name == values[name].name:
-            words += _words_of(values[name])
+    words = [word for flag in own_flags() for word in _words_of(flag)]
     words += [f"--config.{field}=" for field in flatten(config)]
     words += [f"--config={name}" for name in shipped_configs()]
     script = (_FISH if shell == "fish" else _SCRIPT) % {

@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import flags
 
-from trainer.flags import DEFINED, FLAGS, SCOPES
+from trainer.flags import DEFINED, FLAGS, SCOPES, own_flags
 
 MOST_USED = (
     "config",
@@ -39,15 +39,10 @@ _WIDTH, _TEXT_COLUMN = 80, 22
 
 def describe_flags(usage: str) -> str:
     """Returns `usage`, and the first sentence about each flag of the program, in groups."""
-    own = [
-        flag.name
-        for module, defined in FLAGS.flags_by_module_dict().items()
-        for flag in defined
-        if not module.startswith("absl.")
-    ]
+    own = [flag.name for flag in own_flags()]
     lines = [usage.strip()]
     for group in ("used most", "start", "run", "cluster", "parameter servers", "this command"):
-        names = sorted(name for name in own if _group_of(name) == group)
+        names = [name for name in own if _group_of(name) == group]
         lines += ["", f"{group}:"] if names else []
         for name in MOST_USED if group == "used most" else names:
             lines += _described(FLAGS[name])

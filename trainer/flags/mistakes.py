@@ -16,8 +16,9 @@ from trainer.config import Config, flatten
 _ILLEGAL = re.compile(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): (?P<reason>.*)", re.DOTALL)
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
-# The names of flags in other programs, and the flags or fields of this one.
+# The names of flags in other programs and in former versions, and the flags or fields of today.
 _SYNONYMS = {
+    "bind_cores": "cpu_affinity",
     "lr": "learning_rate",
     "bs": "batch_size",
     "steps": "train_steps",

@@ -19,8 +19,6 @@ from trainer.flags import FLAGS
 if TYPE_CHECKING:
     from trainer.config import Config
 
-_RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name today.
-
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
@@ -57,16 +55,14 @@ def parse_words(argv: Sequence[str]) -> list[str]:
         if flags.COMPLETION.value is not None:
             from trainer.flags.completion import completion_script
 
-            print(completion_script(flags.COMPLETION.value, FLAGS, config))
+            print(completion_script(flags.COMPLETION.value, config))
             sys.exit(0)
         return rest
     except UnrecognizedFlagError as error:
         from trainer.flags.mistakes import unknown_flag
 
-        known = [n for n in FLAGS if not FLAGS.find_module_defining_flag(n, "").startswith("absl.")]
+        known = [flag.name for flag in flags.own_flags()]
         message = unknown_flag(error.flagname, known, config)
-        if new_name := _RENAMED.get(error.flagname):
-            message = f"--{error.flagname} has a new name: write --{new_name}."
     except (AttributeError, KeyError, Error) as error:
         message = _explain_flag_error(argv, config, error)
     except (LookupError, TypeError, ValueError) as error:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from data.system.cores import cpu_groups, num_cores
-from data.system.files import absolute, is_url
+from data.system.files import absolute
 from strategies.cluster.peers import host_of
 from strategies.cluster.tf_config import Cluster, Task
 from trainer import flags
-from trainer.config import ConfigError, Recipe, data_dir
+from trainer.config import ConfigError, Recipe
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_RESTART, end_at_once
 from trainer.flags import checks, start
@@ -28,7 +28,6 @@ from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
 from trainer.guards.signals import SignalThread, stop_signals
-from trainer.hooks.tracker_names import reached_over_network
 from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.fork_server import ForkServer
 from trainer.local.group_rules import Rules
@@ -49,8 +48,8 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
 
     `view` shows the run in a directory while its context is open.
     """
-    checks.check_isolation(recipe)
     strategy, cluster = flags.STRATEGY.value, cluster_here()
+    network_needed = checks.network_needed(recipe)
     workers = cluster.num("worker")
     checks.check_sizes(recipe, workers, cluster.num("ps"))
     if strategy != "ps":
@@ -69,7 +68,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         task_argv, namespace = _task_argv(model_dir), None
         if strategy != "mirrored":
             task_argv.append(f"--num_threads={num_threads}")
-            namespace = _namespace(recipe, model_dir)
+            namespace = _namespace(network_needed)
         if cores:
             fewest = min(map(len, cores.values()))
             each = f"at least {fewest} cores" if fewest > 1 else "one core"
@@ -258,14 +257,12 @@ def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
     return {}
 
 
-def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
+def _namespace(network_needed: str) -> Namespace | None:
     wanted = flags.ISOLATE.value
-    urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
-    urls += filter(None, [reached_over_network(recipe.config.trackers)])
     if wanted == "off":
         why_not = "--isolate=off"
-    elif wanted == "auto" and urls:
-        why_not = f"{urls[0]} is reached over the network"
+    elif network_needed:
+        why_not = f"{network_needed} is reached over the network"
     else:
         try:
             namespace = open_namespace()

@@ -10,6 +10,7 @@ step than all before. A run that is always killed at the same step makes none.
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_RESTART
@@ -22,27 +23,19 @@ _MAX_DELAY_SECS = 30.0
 _SHORT_LIFE_SECS = 10.0  # A task that died sooner has not trained.
 
 
+@dataclass
 class Restarts:
-    """Counts restarts without progress.
+    """Counts restarts without progress."""
 
-    Attributes:
-        num_without_progress: The restarts since the last progress, including the newest.
-    """
+    max_restarts: int  # That are allowed within 10 minutes.
+    progress: Callable[[], Progress]  # Called now and before each restart.
+    clock: Callable[[], float] = time.monotonic
+    num_without_progress: int = 0  # Restarts since the last progress, including the newest.
 
-    def __init__(
-        self,
-        max_restarts: int,
-        progress: Callable[[], Progress],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Allows `max_restarts` within 10 minutes. Calls `progress` now and before each restart."""
-        self.max_restarts = max_restarts
-        self._progress = progress
-        self._clock = clock
-        self._best = progress()
+    def __post_init__(self) -> None:
+        self._best = self.progress()
         self._times: deque[tuple[float, bool]] = deque()  # Of restarts, with `counts`.
         self._num_short_lives: Counter[Task] = Counter()  # Consecutive ones.
-        self.num_without_progress = 0
 
     def next_delay_secs(self, end: TaskEnd, *, counts: bool = True) -> float | None:
         """Counts the restart after `end`, and returns its delay; None if the limit is reached.
@@ -56,7 +49,7 @@ class Restarts:
         # is the cause itself: the run makes progress without it.
         is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
         self._num_short_lives[end.task] = num_short_lives + (is_short and is_cause)
-        now, (saved, reported) = self._clock(), self._progress()
+        now, (saved, reported) = self.clock(), self.progress()
         if saved > self._best[0] or reported > self._best[1]:
             self._times.clear()
             self._best = (max(saved, self._best[0]), max(reported, self._best[1]))
