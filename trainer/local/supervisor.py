@@ -40,10 +40,9 @@ from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
 from trainer.guards.signals import Repetitions, SignalThread, stop_signals
 from trainer.local import deaths, launch_report
-from trainer.local.deaths import Action, TaskEnd
+from trainer.local.deaths import Action, Restarts, TaskEnd
 from trainer.local.launch_report import LaunchReport
 from trainer.local.policy import Activity, FixedPolicy, Step
-from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
 from trainer.local.task_process import TaskProcess, TaskStarter
 from trainer.run_files import directory_of_logs
