@@ -11,7 +11,7 @@ from absl import flags
 from tests.commands import ROOT, run_python
 from trainer.config import Config, ConfigError
 from trainer.config_file import load_module
-from trainer.flags.mistakes import unknown_flag, wrong_value
+from trainer.flags.parsing import unknown_flag, wrong_value
 
 run = partial(run_python, "-m")
 PARSERS = {
