@@ -156,15 +156,19 @@ def set_train_steps(recipe: Recipe) -> None:
         recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
 
 
-def says_finished(recipe: Recipe, model_dir: str) -> bool:
-    """Returns True, and prints the result, if the run in `model_dir` is finished."""
+def says_finished(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> bool:
+    """Returns True, and prints the result, if the run in `model_dir` is finished.
+
+    `hides_gpus`: as of preflight.
+    """
     tf_setup.import_tensorflow()
     from trainer import preflight
 
     result = preflight.finished_result(model_dir, recipe.config)
     if result is None:
         return False
-    preflight.preflight(recipe, model_dir)  # The finished run may be of another config.
+    # The finished run may be of another config.
+    preflight.preflight(recipe, model_dir, hides_gpus=hides_gpus)
     values = {name: value for name, value in result["eval"].items() if isinstance(value, float)}
     measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
     print(
