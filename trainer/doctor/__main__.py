@@ -190,12 +190,7 @@ def _checked(check: Callable[[_Doctor], Json], doctor: _Doctor) -> Json:
     try:
         return check(doctor)
     except TrainerError as error:
-        return _failed(error)
-
-
-def _failed(error: Exception) -> Json:
-    """What a check returns that ended with `error`."""
-    return {"why_not": "there was an error, see below", "error": str(error)}
+        return {"why_not": "there was an error, see below", "error": str(error)}
 
 
 def _all_reduce(doctor: _Doctor) -> Json:
@@ -221,7 +216,7 @@ def _all_reduce(doctor: _Doctor) -> Json:
             network = executor.measure_network()
             checked = check_devices(executor.strategy)
     except PeerLostError as error:  # Also where a slow link delays TensorFlow's heartbeats.
-        return _failed(error)
+        raise TrainerError(str(error)) from error
     with contextlib.suppress(PeerLostError):  # Another task that has all results may have ended.
         executor.close()
     return checked | {

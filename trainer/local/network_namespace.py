@@ -14,6 +14,7 @@ makes a namespace, or enters one and then executes another program. Open descrip
 namespace alive, not a process: it ends with the last descriptor and the last task.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -22,7 +23,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -36,15 +36,12 @@ class IsolationError(OSError):
     """This user cannot make a network namespace on this machine; the message says why."""
 
 
-class Namespace:
+class Namespace(contextlib.AbstractContextManager["Namespace"]):
     """A network namespace. A process that enters it must inherit `fds`."""
 
     def __init__(self, fds: Iterable[int]) -> None:
         """Owns `fds`: of the user namespace, if there is one, then of the network namespace."""
         self.fds = tuple(fds)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         for fd in self.fds:
