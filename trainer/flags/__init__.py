@@ -11,11 +11,10 @@ A flag that would be ignored, because of the strategy or of the source of the cl
 `checks.py` finds it by the flag's scope. This module imports nothing slow: `--help` is fast.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 STRATEGIES = ("mirrored", "multiworker", "ps")
 _CLUSTERS = ("multiworker", "ps")
-_PS = ("ps",)
+_MULTIWORKER, _PS = ("multiworker",), ("ps",)
+_DTYPES, _AUTO = ("float32", "float16", "bfloat16"), ("auto", "on", "off")
 # As in strategies/cluster/sources/finding.py, which reads their environments.
 SCHEDULERS = ("slurm", "jobset", "indexed_job", "skypilot", "sagemaker")
 
@@ -42,19 +42,10 @@ class Scope(NamedTuple):
     """The strategies that use a flag, and where it applies."""
 
     strategies: Sequence[str]
-    where: str
+    where: str = ANYWHERE
 
 
 SCOPES: dict[str, Scope] = {}  # By the name of the flag. A flag that is not here applies always.
-
-
-@contextlib.contextmanager
-def _scope(strategies: Sequence[str], where: str = ANYWHERE) -> Iterator[None]:
-    """Gives this scope to the flags that are defined inside the context."""
-    defined = set(FLAGS)
-    yield
-    SCOPES.update({name: Scope(strategies, where) for name in FLAGS if name not in defined})
-
 
 # The help of each flag. Entries are in the order of the definitions below.
 _HELP_TEXT = """\
@@ -161,7 +152,25 @@ _HELP = {
     for name, _, text in (entry.partition(": ") for entry in re.split(r"\n(?=\w)", _HELP_TEXT))
 }
 
-STRATEGY = flags.DEFINE_enum("strategy", "mirrored", STRATEGIES, _HELP["strategy"])
+
+def _with_help(define: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `define` of absl without the argument for the help, and with the flag's scope."""
+
+    def defined(name: str, *values: object, scope: Scope | None = None, **bounds: float) -> Any:
+        if scope:
+            SCOPES[name] = scope
+        return define(name, *values, _HELP[name], **bounds)
+
+    return defined
+
+
+_DEFINE_boolean = _with_help(flags.DEFINE_boolean)
+_DEFINE_enum = _with_help(flags.DEFINE_enum)
+_DEFINE_float = _with_help(flags.DEFINE_float)
+_DEFINE_integer = _with_help(flags.DEFINE_integer)
+_DEFINE_string = _with_help(flags.DEFINE_string)
+
+STRATEGY = _DEFINE_enum("strategy", "mirrored", STRATEGIES)
 DEFAULT_CONFIG = "configs/digits.py"
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -181,108 +190,76 @@ class _ConfigParser(flags.ArgumentParser):
 
 
 FLAGS["config"].parser = _ConfigParser()
-MODEL_DIR = flags.DEFINE_string("model_dir", None, _HELP["model_dir"])
-VERBOSE = flags.DEFINE_boolean("verbose", False, _HELP["verbose"])
-QUIET = flags.DEFINE_boolean("quiet", False, _HELP["quiet"])
-PLAIN = flags.DEFINE_boolean("plain", False, _HELP["plain"])
-TRACEBACK = flags.DEFINE_boolean("traceback", False, _HELP["traceback"])
-COMPLETION = flags.DEFINE_enum("completion", None, ("bash", "zsh", "fish"), _HELP["completion"])
-CHECK = flags.DEFINE_boolean("check", False, _HELP["check"])
-DOWNLOAD_ONLY = flags.DEFINE_boolean("download_only", False, _HELP["download_only"])
-GRACE_SECS = flags.DEFINE_float("grace_secs", 25.0, _HELP["grace_secs"], lower_bound=0.0)
-STALL_TIMEOUT_SECS = flags.DEFINE_float(
-    "stall_timeout_secs", 300.0, _HELP["stall_timeout_secs"], lower_bound=0.0
-)
-NUM_GPUS = flags.DEFINE_integer("num_gpus", None, _HELP["num_gpus"], lower_bound=0)
-NUM_THREADS = flags.DEFINE_integer("num_threads", 0, _HELP["num_threads"], lower_bound=0)
-LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
-    "log_device_placement", False, _HELP["log_device_placement"]
-)
-METRICS_PORT = flags.DEFINE_integer(
-    "metrics_port", None, _HELP["metrics_port"], lower_bound=1, upper_bound=65535
-)
-METRICS_HOST = flags.DEFINE_string("metrics_host", "127.0.0.1", _HELP["metrics_host"])
-EPOCHS = flags.DEFINE_float("epochs", None, _HELP["epochs"])
+MODEL_DIR = _DEFINE_string("model_dir", None)
+VERBOSE = _DEFINE_boolean("verbose", False)
+QUIET = _DEFINE_boolean("quiet", False)
+PLAIN = _DEFINE_boolean("plain", False)
+TRACEBACK = _DEFINE_boolean("traceback", False)
+COMPLETION = _DEFINE_enum("completion", None, ("bash", "zsh", "fish"))
+CHECK = _DEFINE_boolean("check", False)
+DOWNLOAD_ONLY = _DEFINE_boolean("download_only", False)
+GRACE_SECS = _DEFINE_float("grace_secs", 25.0, lower_bound=0.0)
+STALL_TIMEOUT_SECS = _DEFINE_float("stall_timeout_secs", 300.0, lower_bound=0.0)
+NUM_GPUS = _DEFINE_integer("num_gpus", None, lower_bound=0)
+NUM_THREADS = _DEFINE_integer("num_threads", 0, lower_bound=0)
+LOG_DEVICE_PLACEMENT = _DEFINE_boolean("log_device_placement", False)
+METRICS_PORT = _DEFINE_integer("metrics_port", None, lower_bound=1, upper_bound=65535)
+METRICS_HOST = _DEFINE_string("metrics_host", "127.0.0.1")
+EPOCHS = _DEFINE_float("epochs", None)
 # The config fields that users change most.
 SHORTCUTS = {
-    "batch_size": flags.DEFINE_integer("batch_size", None, _HELP["batch_size"]),
-    "learning_rate": flags.DEFINE_float("learning_rate", None, _HELP["learning_rate"]),
-    "train_steps": flags.DEFINE_integer("train_steps", None, _HELP["train_steps"]),
-    "deterministic": flags.DEFINE_boolean("deterministic", None, _HELP["deterministic"]),
-    "data_dir": flags.DEFINE_string("data_dir", None, _HELP["data_dir"]),
-    "data_cache_dir": flags.DEFINE_string("data_cache_dir", None, _HELP["data_cache_dir"]),
-    "data_cache_bytes": flags.DEFINE_integer("data_cache_bytes", None, _HELP["data_cache_bytes"]),
+    "batch_size": _DEFINE_integer("batch_size", None),
+    "learning_rate": _DEFINE_float("learning_rate", None),
+    "train_steps": _DEFINE_integer("train_steps", None),
+    "deterministic": _DEFINE_boolean("deterministic", None),
+    "data_dir": _DEFINE_string("data_dir", None),
+    "data_cache_dir": _DEFINE_string("data_cache_dir", None),
+    "data_cache_bytes": _DEFINE_integer("data_cache_bytes", None),
 }
-with _scope(_CLUSTERS, LOCAL):
-    WORKERS = flags.DEFINE_integer("workers", 2, _HELP["workers"])
-    ISOLATE = flags.DEFINE_enum("isolate", "auto", ("auto", "on", "off"), _HELP["isolate"])
-with _scope(_PS, LOCAL):
-    PS = flags.DEFINE_integer("ps", 1, _HELP["ps"])
-with _scope(STRATEGIES):
-    MAX_RESTARTS = flags.DEFINE_integer("max_restarts", 3, _HELP["max_restarts"], lower_bound=0)
-with _scope(_CLUSTERS, LOCAL_OR_HOSTS):
-    MIN_WORKERS = flags.DEFINE_integer("min_workers", None, _HELP["min_workers"], lower_bound=1)
-with _scope(_CLUSTERS, DESCRIBED):
-    REJOIN_SECS = flags.DEFINE_float("rejoin_secs", 60.0, _HELP["rejoin_secs"], lower_bound=5.0)
-with _scope(("multiworker",), LOCAL):
-    CPU_AFFINITY = flags.DEFINE_enum(
-        "cpu_affinity", "auto", ("auto", "on", "off"), _HELP["cpu_affinity"]
-    )
-
-with _scope(_CLUSTERS, SOURCE):
-    CLUSTER = flags.DEFINE_enum(
-        "cluster", "auto", ("auto", "local", "tf_config", *SCHEDULERS, "hosts"), _HELP["cluster"]
-    )
-    HOST_LIST = flags.DEFINE_string("hosts", None, _HELP["hosts"])
-    PORT = flags.DEFINE_integer("port", None, _HELP["port"], lower_bound=1, upper_bound=65535)
-
-with _scope(_PS):
-    _PS_HOSTS = flags.DEFINE_string("ps_hosts", None, _HELP["ps_hosts"])
-    _CHIEF_HOSTS = flags.DEFINE_string("chief_hosts", None, _HELP["chief_hosts"])
-with _scope(_CLUSTERS):
-    _WORKER_HOSTS = flags.DEFINE_string("worker_hosts", None, _HELP["worker_hosts"])
+WORKERS = _DEFINE_integer("workers", 2, scope=Scope(_CLUSTERS, LOCAL))
+ISOLATE = _DEFINE_enum("isolate", "auto", _AUTO, scope=Scope(_CLUSTERS, LOCAL))
+PS = _DEFINE_integer("ps", 1, scope=Scope(_PS, LOCAL))
+MAX_RESTARTS = _DEFINE_integer("max_restarts", 3, lower_bound=0, scope=Scope(STRATEGIES))
+MIN_WORKERS = _DEFINE_integer(
+    "min_workers", None, lower_bound=1, scope=Scope(_CLUSTERS, LOCAL_OR_HOSTS)
+)
+REJOIN_SECS = _DEFINE_float("rejoin_secs", 60.0, lower_bound=5.0, scope=Scope(_CLUSTERS, DESCRIBED))
+CPU_AFFINITY = _DEFINE_enum("cpu_affinity", "auto", _AUTO, scope=Scope(_MULTIWORKER, LOCAL))
+CLUSTER = _DEFINE_enum(
+    "cluster",
+    "auto",
+    ("auto", "local", "tf_config", *SCHEDULERS, "hosts"),
+    scope=Scope(_CLUSTERS, SOURCE),
+)
+HOST_LIST = _DEFINE_string("hosts", None, scope=Scope(_CLUSTERS, SOURCE))
+PORT = _DEFINE_integer(
+    "port", None, lower_bound=1, upper_bound=65535, scope=Scope(_CLUSTERS, SOURCE)
+)
+_PS_HOSTS = _DEFINE_string("ps_hosts", None, scope=Scope(_PS))
+_CHIEF_HOSTS = _DEFINE_string("chief_hosts", None, scope=Scope(_PS))
+_WORKER_HOSTS = _DEFINE_string("worker_hosts", None, scope=Scope(_CLUSTERS))
 HOSTS = {"ps": _PS_HOSTS, "worker": _WORKER_HOSTS, "chief": _CHIEF_HOSTS}
-
-with _scope(_CLUSTERS, HOSTS_OF_TASKS):
-    JOB_NAME = flags.DEFINE_string("job_name", None, _HELP["job_name"])
-    TASK_INDEX = flags.DEFINE_integer("task_index", None, _HELP["task_index"])
-with _scope(_PS, HOSTS_OF_TASKS):
-    EXISTING_SERVERS = flags.DEFINE_boolean("existing_servers", False, _HELP["existing_servers"])
-
-with _scope(_PS, DESCRIBED):
-    KEEP_SERVING = flags.DEFINE_boolean("keep_serving", False, _HELP["keep_serving"])
-with _scope(_CLUSTERS, DESCRIBED):
-    CHIEF_TIMEOUT_SECS = flags.DEFINE_float(
-        "chief_timeout_secs", 600.0, _HELP["chief_timeout_secs"], lower_bound=1.0
-    )
-    ALLOW_PUBLIC_ADDRESS = flags.DEFINE_boolean(
-        "allow_public_address", False, _HELP["allow_public_address"]
-    )
-
-with _scope(_PS):
-    MAX_STALENESS = flags.DEFINE_integer(
-        "max_staleness", None, _HELP["max_staleness"], lower_bound=0
-    )
-    PS_STANDBY = flags.DEFINE_integer("ps_standby", 0, _HELP["ps_standby"], lower_bound=0)
-    SYNC_REPLICAS = flags.DEFINE_boolean("sync_replicas", False, _HELP["sync_replicas"])
-    REPLICAS_TO_AGGREGATE = flags.DEFINE_integer(
-        "replicas_to_aggregate", None, _HELP["replicas_to_aggregate"]
-    )
-with _scope(("mirrored",)):
-    REPLICAS = flags.DEFINE_integer("replicas", 0, _HELP["replicas"], lower_bound=0)
-with _scope(("multiworker",)):
-    COMMUNICATION = flags.DEFINE_enum(
-        "communication", "auto", ("auto", "ring", "nccl"), _HELP["communication"]
-    )
-    BUCKET_MB = flags.DEFINE_float("bucket_mb", None, _HELP["bucket_mb"], lower_bound=0.001)
-with _scope(_CLUSTERS):
-    WIRE_DTYPE = flags.DEFINE_enum(
-        "wire_dtype", "float32", ("float32", "float16", "bfloat16"), _HELP["wire_dtype"]
-    )
-with _scope(_PS):
-    READ_DTYPE = flags.DEFINE_enum(
-        "read_dtype", "float32", ("float32", "float16", "bfloat16"), _HELP["read_dtype"]
-    )
+JOB_NAME = _DEFINE_string("job_name", None, scope=Scope(_CLUSTERS, HOSTS_OF_TASKS))
+TASK_INDEX = _DEFINE_integer("task_index", None, scope=Scope(_CLUSTERS, HOSTS_OF_TASKS))
+EXISTING_SERVERS = _DEFINE_boolean("existing_servers", False, scope=Scope(_PS, HOSTS_OF_TASKS))
+KEEP_SERVING = _DEFINE_boolean("keep_serving", False, scope=Scope(_PS, DESCRIBED))
+CHIEF_TIMEOUT_SECS = _DEFINE_float(
+    "chief_timeout_secs", 600.0, lower_bound=1.0, scope=Scope(_CLUSTERS, DESCRIBED)
+)
+ALLOW_PUBLIC_ADDRESS = _DEFINE_boolean(
+    "allow_public_address", False, scope=Scope(_CLUSTERS, DESCRIBED)
+)
+MAX_STALENESS = _DEFINE_integer("max_staleness", None, lower_bound=0, scope=Scope(_PS))
+PS_STANDBY = _DEFINE_integer("ps_standby", 0, lower_bound=0, scope=Scope(_PS))
+SYNC_REPLICAS = _DEFINE_boolean("sync_replicas", False, scope=Scope(_PS))
+REPLICAS_TO_AGGREGATE = _DEFINE_integer("replicas_to_aggregate", None, scope=Scope(_PS))
+REPLICAS = _DEFINE_integer("replicas", 0, lower_bound=0, scope=Scope(("mirrored",)))
+COMMUNICATION = _DEFINE_enum(
+    "communication", "auto", ("auto", "ring", "nccl"), scope=Scope(_MULTIWORKER)
+)
+BUCKET_MB = _DEFINE_float("bucket_mb", None, lower_bound=0.001, scope=Scope(_MULTIWORKER))
+WIRE_DTYPE = _DEFINE_enum("wire_dtype", "float32", _DTYPES, scope=Scope(_CLUSTERS))
+READ_DTYPE = _DEFINE_enum("read_dtype", "float32", _DTYPES, scope=Scope(_PS))
 DEFINED = frozenset(flag.name for flag in FLAGS.get_flags_for_module(__name__))
 
 
