@@ -6,8 +6,7 @@ import pytest
 
 from strategies.cluster.tf_config import Task, local_cluster
 from tests.unit.stand_ins import KILLED, lines_of
-from trainer.local.policy import Activity, Step
-from trainer.local.resizing import ResizingPolicy
+from trainer.local.policy import Activity, ResizingPolicy, Step
 
 CHIEF, WORKER, PS = Task("chief", 0), Task("worker", 0), Task("ps", 0)
 

@@ -38,8 +38,7 @@ from trainer.local.fork_server import ForkServer
 from trainer.local.group_rules import Rules
 from trainer.local.membership import Membership
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
-from trainer.local.policy import FixedPolicy
-from trainer.local.resizing import ResizingPolicy
+from trainer.local.policy import FixedPolicy, ResizingPolicy
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
 from trainer.local.task_process import TARGET, TaskStarter
