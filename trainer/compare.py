@@ -112,8 +112,7 @@ def compare(left: str, right: str) -> Comparison:
     steps = sorted(saved[0].keys() & saved[1].keys())
     if not common and not steps:
         raise ConfigError(
-            f"{left} and {right} have no report and no checkpoint of the same step, so there is "
-            "nothing to compare."
+            f"{left} and {right} have no report or checkpoint of the same step: nothing to compare."
         )
     by_step = itertools.groupby(common, key=lambda key: key[0])
     return Comparison(

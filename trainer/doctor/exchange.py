@@ -272,8 +272,7 @@ class _Connection(contextlib.AbstractContextManager["_Connection"]):
     def receive_bulk(self) -> float:
         """Returns the bytes per second at which the other side sends.
 
-        Waits until the other side has ended its transfers to others. The connection cannot be used
-        again.
+        Waits until the other side has ended its transfers to others. Uses the connection up.
         """
         self.write({"do": "bulk"})
         self._socket.settimeout(6 * _ANSWER_SECS)

@@ -168,8 +168,7 @@ def _check_elastic(cluster: Cluster | None) -> None:
         )
     if not math.isfinite(flags.REJOIN_SECS.value):
         raise ConfigError(
-            f"--rejoin_secs must be a number of seconds. Received: {flags.REJOIN_SECS.value}. Type "
-            "--rejoin_secs=60."
+            f"--rejoin_secs={flags.REJOIN_SECS.value}: it must be finite. Type --rejoin_secs=60."
         )
     for name in ("keep_serving", "chief_timeout_secs"):
         if flags.STRATEGY.value == "ps" and flags.FLAGS[name].present:
@@ -208,15 +207,13 @@ def _check_source() -> None:
         )
     if source == "local" and (given := by_tasks or _given(flags.HOSTS_OF_TASKS)):
         raise ConfigError(
-            f"--cluster=local is a cluster on this machine, and --{given[0]} describes another. "
-            "Leave one out."
+            f"--cluster=local is this machine, and --{given[0]} describes others. Leave one out."
         )
     described = ["TF_CONFIG"] * (is_set and source in ("auto", "tf_config"))
     described += [f"--{name}" for name in by_tasks]
     if described and (given := _given_of(("hosts", "port"))):
         raise ConfigError(
-            f"{described[0]} describes the cluster, so that --{given[0]} would be ignored. Leave "
-            "one of them out."
+            f"{described[0]} describes the cluster, and would ignore --{given[0]}. Leave one out."
         )
 
 

@@ -7,8 +7,7 @@
 
 When the parent ends, even by SIGKILL, the kernel closes its end of the socket, and the task reads
 the end of the stream. The task sends a heartbeat every second. A process that was stopped, or in
-which native code holds Python's interpreter lock, cannot report this itself: only another process
-can detect it.
+which native code holds Python's interpreter lock, cannot report this: only another process can.
 """
 
 import contextlib

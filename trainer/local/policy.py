@@ -84,8 +84,7 @@ class ResizingPolicy(FixedPolicy):
     """Runs the chief, all ps, and the first workers of a cluster of ps: as many as are wanted.
 
     MODEL_DIR/membership/workers has the number of workers that the run shall have. A user or
-    another program writes it, at any time, also before the start. At a start without it all workers
-    train.
+    another program writes it, at any time, also before the start. Without it all workers train.
 
     TensorFlow connects a chief to a fixed list of tasks. So for another number the chief stops
     after a complete step, saves, and ends all servers; then all tasks start again with the new
@@ -151,8 +150,7 @@ class ResizingPolicy(FixedPolicy):
             return None
         is_chief = task == self._cluster.chief
         if exit_code not in ((EXIT_RESTART,) if is_chief else ENDED_AS_ASKED):
-            # The chief was done before, or has died: deaths.py decides. The next look at the file
-            # begins anew.
+            # The chief was done before, or has died: deaths.py decides. The next look begins anew.
             self._is_resizing = False
             return None
         if activity is Activity.RUNNING:

@@ -272,8 +272,7 @@ class Supervisor:
                 return
             say(
                 f"{end.death}. It is not restarted: {self.restarts.max_restarts} restarts within "
-                "10 minutes (--max_restarts) have brought neither a new checkpoint nor a later "
-                "step."
+                "10 minutes (--max_restarts) brought neither a new checkpoint nor a later step."
             )
             action = deaths.decide_loss(end, state._replace(may_restart=False))
         if action is Action.CONTINUE:
