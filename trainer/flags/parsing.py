@@ -84,15 +84,9 @@ def parse_words(argv: Sequence[str]) -> list[str]:
             print(completion_script(flags.COMPLETION.value, config))
             sys.exit(0)
         return rest
-    except absl.flags.UnrecognizedFlagError as error:
-        known = [flag.name for flag in flags.own_flags()]
-        message = unknown_flag(error.flagname, known, config)
-    except (AttributeError, KeyError, absl.flags.Error) as error:
-        message = _explain_flag_error(argv, config, error)
-    except (LookupError, TypeError, ValueError) as error:
-        # ml_collections raises them for a part of a field that has no parts.
-        message = _explain_unknown(argv, config)
-        if isinstance(error, UsageError) or not message:
+    except (AttributeError, LookupError, TypeError, ValueError, absl.flags.Error) as error:
+        message = "" if isinstance(error, UsageError) else _explained(argv, config, error)
+        if not message:
             raise
     raise ConfigError(message)
 
@@ -123,24 +117,20 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, others
 
 
-def _explain_unknown(argv: Sequence[str], config: "Config") -> str:
-    """Returns a message about the first unknown field in a command line; "" if there is none."""
+def _explained(argv: Sequence[str], config: "Config", error: Exception) -> str:
+    """Returns what is wrong with a command line that raised `error`; "" if that is not known."""
     from trainer.config import explain_unknown_field, flatten
 
+    if isinstance(error, absl.flags.UnrecognizedFlagError):
+        return unknown_flag(error.flagname, [flag.name for flag in flags.own_flags()], config)
     known = flatten(config)
     for argument in argv:
         override = argument.lstrip("-").partition("=")[0]
         if override.startswith("config.") and override.removeprefix("config.") not in known:
             return explain_unknown_field(override.removeprefix("config."), config)
-    return ""
-
-
-def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception) -> str:
-    from trainer.config import flatten
-
-    if unknown := _explain_unknown(argv, config):
-        return unknown
-    known = flatten(config)
+    # ml_collections raises other errors for a part of a field that has no parts.
+    if not isinstance(error, (AttributeError, KeyError, absl.flags.Error)):
+        return ""
     values = {name: FLAGS[name].default for name in FLAGS}
     values |= {name: known[name] for name in flags.SHORTCUTS} | {"epochs": 10.0}
     values |= {f"config.{name}": value for name, value in known.items()}
