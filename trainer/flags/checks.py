@@ -207,7 +207,8 @@ def _check_source() -> None:
         )
     if source == "local" and (given := by_tasks or _given(flags.HOSTS_OF_TASKS)):
         raise ConfigError(
-            f"--cluster=local is this machine, and --{given[0]} describes others. Leave one out."
+            f"--cluster=local is a cluster on this machine, and --{given[0]} describes another. "
+            "Leave one out."
         )
     described = ["TF_CONFIG"] * (is_set and source in ("auto", "tf_config"))
     described += [f"--{name}" for name in by_tasks]
