@@ -9,13 +9,12 @@ trainer/exit_codes.py explains the exit codes. A user's mistake is one line, wit
 """
 
 import contextlib
-import functools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from collections.abc import Sequence
+from typing import NoReturn
 
 import absl.flags
 from absl import app
@@ -34,22 +33,16 @@ from trainer.exit_codes import EXIT_BUG, end_at_once
 from trainer.flags.parsing import parse
 from trainer.guards.signals import stop_signals
 
-if TYPE_CHECKING:
-    from trainer.task_spec import TaskSpec
-
-# Takes what is left of the command line; returns the exit code, or a task to run.
-Command: TypeAlias = Callable[[Sequence[str]], "int | TaskSpec"]
-
 # For --help, which shows the flags of the main module.
 absl.flags.adopt_module_key_flags(flags)
 
 
-def _main(command: Command | None, argv: Sequence[str]) -> NoReturn:
+def _main(argv: Sequence[str]) -> NoReturn:
     # Here, not above: `--help` and a mistyped flag do not wait for what follows.
     from trainer import cli
 
     try:
-        outcome = (command or cli.main)(argv)
+        outcome = cli.main(argv)
         if isinstance(outcome, int):
             exit_code = outcome
         else:
@@ -88,8 +81,8 @@ def _explain(error: Exception | KeyboardInterrupt) -> int:
     return error.exit_code
 
 
-def run_from_command_line(command: Command | None = None) -> NoReturn:
-    """Parses the flags, calls `command`, by default trainer.cli.main, and exits.
+def run_from_command_line() -> NoReturn:
+    """Parses the flags, calls trainer.cli.main, and exits.
 
     The fork server calls it in the fork of a task.
     """
@@ -100,15 +93,8 @@ def run_from_command_line(command: Command | None = None) -> NoReturn:
     for stop in stop_signals():
         signal.signal(stop, end_at_once)
     with ends_with_reader(), outlives_terminal():  # The help, for example.
-        app.run(functools.partial(_main, command), flags_parser=parse)
+        app.run(_main, flags_parser=parse)
     raise AssertionError("app.run returned")
-
-
-def check_before_launch() -> NoReturn:
-    """The fork server calls it in a fork, before tasks are launched."""
-    from trainer import cli
-
-    run_from_command_line(cli.check_before_launch)
 
 
 def _end_with_caller() -> None:

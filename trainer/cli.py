@@ -6,6 +6,7 @@
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +20,7 @@ from trainer.config import ConfigError, Recipe
 from trainer.exit_codes import EXIT_DONE
 from trainer.flags import start
 from trainer.flags.checks import check_sizes, read_cluster, read_recipe, serves
-from trainer.flags.model_dir import model_dir_of
-from trainer.flags.start import cluster_here, num_workers, task_spec
+from trainer.flags.start import cluster_here, model_dir_of, num_workers, task_spec
 from trainer.guards.parent_watch import watch_parent
 from trainer.program import python_command
 from trainer.task_spec import TaskSpec
@@ -33,8 +33,12 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
     trainer.local: a task starts without it.
     """
     pin_to_cpus()
-    is_launched = watch_parent()
+    has_parent = watch_parent()
+    only_checks = os.environ.pop(start.ONLY_CHECKS, None) is not None
+    is_launched = has_parent and not only_checks
     recipe, cluster = _read(argv, is_launched=is_launched)
+    if only_checks:
+        return start.check_before_launch(recipe, cluster or cluster_here())
     if flags.DOWNLOAD_ONLY.value:
         tf_setup.import_tensorflow()
         from trainer.inputs import prepare_inputs
@@ -53,17 +57,10 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
 
         return supervise(recipe, cluster)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
-        from trainer.local.keep_serving import keep_serving
+        from trainer.local.launching import keep_serving
 
         return keep_serving(cluster.task, [*python_command("-m", "trainer"), *sys.argv[1:]])
     return _task(recipe, cluster, is_launched=is_launched)
-
-
-def check_before_launch(argv: Sequence[str]) -> int:
-    """Finds mistakes before tasks are started, in a fork; see start.check_before_launch."""
-    watch_parent()
-    recipe, cluster = _read(argv, is_launched=False)
-    return start.check_before_launch(recipe, cluster or cluster_here())
 
 
 def view(model_dir: str, *, is_launcher: bool) -> AbstractContextManager[None]:

@@ -14,29 +14,23 @@ since the report before it, or since the run was resumed. They are not compared 
 cover other steps.
 """
 
+import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from absl import flags
 
 from data.system.scratch import plain_path
+from trainer import run_files
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
-from trainer.run_files import (
-    DIGESTS,
-    NO_METRICS,
-    NUM_STEPS,
-    PART_DIGESTS,
-    Document,
-    RunFiles,
-    finished_checkpoints,
-    step_in,
-)
+from trainer.run_files import DIGESTS, NUM_STEPS, PART_DIGESTS, Document, RunFiles
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 EXIT_DIFFERENT = 1
@@ -46,7 +40,7 @@ _NOT_COMPARED = (
     *("gpu_peak_bytes", NUM_STEPS),
 )
 # Values of reports of training that are no means over its steps.
-_NO_MEANS = {*NO_METRICS, "loss_scale", "skipped_steps"}
+_NO_MEANS = {*run_files.NO_METRICS, "loss_scale", "skipped_steps"}
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 _ALL_PARTS = "gradients of all parts of the batch"
@@ -56,47 +50,48 @@ _HINT = (
 )
 _CONTINUE = "continue both runs from a checkpoint at which they are equal,"
 _ANEW = "start both runs anew"
+# The name of each value that differs, and its largest difference; NaN if that is no number.
+Differences: TypeAlias = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Difference:
     """The first step at which two runs differ in their reports or in their checkpoints.
 
-    `equal_step` is the last step before it at which they are equal; None if there is none. `names`
-    are the values that differ: (name, the largest difference).
+    `equal_step` is the last step before it at which they are equal; None if there is none.
     """
 
     step: int
     equal_step: int | None
-    names: Sequence[tuple[str, float]]
+    differ: Differences
 
     def describe(self, what: str) -> str:
         """For example `variables: equal at step 40, different at step 60: dense/kernel ...`."""
         shown = [
             name if math.isnan(size) else f"{name} (by up to {size:.3g})"
-            for name, size in self.names[:_NUM_SHOWN]
+            for name, size in itertools.islice(self.differ.items(), _NUM_SHOWN)
         ]
-        if len(self.names) > _NUM_SHOWN:
-            shown.append(f"and {len(self.names) - _NUM_SHOWN} more")
+        if len(self.differ) > _NUM_SHOWN:
+            shown.append(f"and {len(self.differ) - _NUM_SHOWN} more")
         when = f"different at step {self.step:,}"
         if self.equal_step is not None:
             when = f"equal at step {self.equal_step:,}, {when}"
         else:
             when += ", the first that was compared"
         hint = ""
-        if self.step - (self.equal_step or 0) > 1 and _ALL_PARTS in dict(self.names):
+        if self.step - (self.equal_step or 0) > 1 and _ALL_PARTS in self.differ:
             hint = "\n" + _HINT.format(_CONTINUE if self.equal_step else _ANEW)
         return f"{what}: {when}: {', '.join(shown)}{hint}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison; `reports` and `variables` are None if all are equal."""
+    """The result, as --json prints it; `reports` and `variables` are None if all are equal."""
 
     num_reports: int
     num_single_reports: tuple[int, int]  # Of the left run alone, and of the right run alone.
     num_other_steps: int  # Reports of training of which only one covers some steps.
-    steps: Sequence[int]  # Of the compared checkpoints.
+    checkpoint_steps: Sequence[int]  # Of the compared checkpoints.
     reports: Difference | None
     variables: Difference | None
 
@@ -111,31 +106,26 @@ def compare(left: str, right: str) -> Comparison:
 
     Raises ConfigError if they have no report and no checkpoint of the same step.
     """
-    reports = [_reports(RunFiles(run)) for run in (left, right)]
-    common = sorted(reports[0].keys() & reports[1].keys())
-    splits: dict[int, list[str]] = {}
-    for step, split in common:
-        splits.setdefault(step, []).append(split)
-    checkpoints = [_checkpoints(RunFiles(run)) for run in (left, right)]
-    steps = sorted(checkpoints[0].keys() & checkpoints[1].keys())
+    ours, theirs = (_reports(RunFiles(run)) for run in (left, right))
+    common = sorted(ours.keys() & theirs.keys())
+    saved = [_checkpoints(RunFiles(run)) for run in (left, right)]
+    steps = sorted(saved[0].keys() & saved[1].keys())
     if not common and not steps:
         raise ConfigError(
-            f"{left} and {right} have no report and no checkpoint of the same step, so there is "
-            "nothing to compare."
+            f"{left} and {right} have no report or checkpoint of the same step: nothing to compare."
         )
-
-    def report_differences(step: int) -> list[tuple[str, float]]:
-        pairs = [(reports[0][step, split], reports[1][step, split]) for split in splits[step]]
-        return [found for pair in pairs for found in _report_differences(*pair)]
-
-    def differences_of_variables(step: int) -> list[tuple[str, float]]:
-        return variable_differences(checkpoints[0][step], checkpoints[1][step])
-
-    first_report = _first(splits, report_differences)
-    first_variables = _first(steps, differences_of_variables)
-    single = (len(reports[0]) - len(common), len(reports[1]) - len(common))
-    num_other = sum(_cover_other_steps(reports[0][key], reports[1][key]) for key in common)
-    return Comparison(len(common), single, num_other, steps, first_report, first_variables)
+    by_step = itertools.groupby(common, key=lambda key: key[0])
+    return Comparison(
+        num_reports=len(common),
+        num_single_reports=(len(ours) - len(common), len(theirs) - len(common)),
+        num_other_steps=sum(_cover_other_steps(ours[key], theirs[key]) for key in common),
+        checkpoint_steps=steps,
+        reports=_first(
+            (step, _report_differences([(ours[key], theirs[key]) for key in keys]))
+            for step, keys in by_step
+        ),
+        variables=_first((at, variable_differences(saved[0][at], saved[1][at])) for at in steps),
+    )
 
 
 def _reports(files: RunFiles) -> dict[tuple[int, str], Document]:
@@ -144,27 +134,30 @@ def _reports(files: RunFiles) -> dict[tuple[int, str], Document]:
 
 def _checkpoints(files: RunFiles) -> dict[int, str]:
     """The path of a complete checkpoint of each step."""
-    names = finished_checkpoints(files.checkpoints)
-    return {step_in(name): f"{files.checkpoints}/{name}" for name in names}
+    names = run_files.finished_checkpoints(files.checkpoints)
+    return {run_files.step_in(name): f"{files.checkpoints}/{name}" for name in names}
 
 
-def _report_differences(left: Document, right: Document) -> list[tuple[str, float]]:
-    found = []
-    cover_other_steps = _cover_other_steps(left, right)
-    for name in [name for name in left if name in right and name not in _NOT_COMPARED]:
-        if cover_other_steps and name not in _NO_MEANS:
-            continue
-        ours, theirs = left[name], right[name]
-        if isinstance(ours, Mapping) or ours == theirs:  # Counts by worker depend on timing.
-            continue
-        is_number = ours is not None and theirs is not None
-        found.append((name, abs(ours - theirs) if is_number else float("nan")))
-    ours, theirs = left.get(DIGESTS, {}), right.get(DIGESTS, {})
-    digests = [(name, math.nan) for name in ours if ours[name] != theirs.get(name, ours[name])]
-    parts = _different_parts(left, right)
-    if parts:
-        digests.insert(0, (parts, math.nan))
-    return digests + [(f"{name} of split {left['split']}", size) for name, size in found]
+def _report_differences(pairs: Iterable[tuple[Document, Document]]) -> Differences:
+    """The differences in the reports of one step: a pair for each split."""
+    digests: Differences = {}
+    found: Differences = {}
+    for left, right in pairs:
+        if parts := _different_parts(left, right):
+            digests[parts] = math.nan
+        ours, theirs = left.get(DIGESTS, {}), right.get(DIGESTS, {})
+        digests |= {name: math.nan for name in ours if ours[name] != theirs.get(name, ours[name])}
+        cover_other_steps = _cover_other_steps(left, right)
+        for name in [name for name in left if name in right and name not in _NOT_COMPARED]:
+            ours, theirs = left[name], right[name]
+            if cover_other_steps and name not in _NO_MEANS:
+                continue
+            if isinstance(ours, Mapping) or ours == theirs:  # Counts by worker depend on timing.
+                continue
+            is_number = ours is not None and theirs is not None
+            size = abs(ours - theirs) if is_number else math.nan
+            found[f"{name} of split {left['split']}"] = size
+    return digests | found
 
 
 def _cover_other_steps(left: Document, right: Document) -> bool:
@@ -189,18 +182,16 @@ def _different_parts(left: Document, right: Document) -> str:
     return f"gradients of part{plural} {', '.join(parts)} of the batch" if parts else ""
 
 
-def _first(
-    steps: Iterable[int], differences: Callable[[int], Sequence[tuple[str, float]]]
-) -> Difference | None:
+def _first(found: Iterable[tuple[int, Differences]]) -> Difference | None:
     equal_step = None
-    for step in steps:
-        if names := differences(step):
-            return Difference(step, equal_step, names)
+    for step, differ in found:
+        if differ:
+            return Difference(step, equal_step, differ)
         equal_step = step
     return None
 
 
-def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
+def variable_differences(left: str, right: str) -> Differences:
     """The variables of two checkpoints that are not equal bit for bit, in the model's order.
 
     Raises ConfigError if the checkpoints are of different models, or one of them is damaged.
@@ -209,7 +200,7 @@ def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
         _check_complete(path)
     with plain_path(left) as plain_left, plain_path(right) as plain_right:
         found = _dense_differences(left, right, (plain_left, plain_right))
-    return found + _table_differences(left, right)
+    return found | _table_differences(left, right)
 
 
 def _check_complete(path: str) -> None:
@@ -226,7 +217,7 @@ def _check_complete(path: str) -> None:
         raise ConfigError(f"{path} cannot be compared: {damage}. Copy its files again.")
 
 
-def _dense_differences(left: str, right: str, plain: Sequence[str]) -> list[tuple[str, float]]:
+def _dense_differences(left: str, right: str, plain: Sequence[str]) -> Differences:
     import tensorflow as tf
 
     readers = [tf.train.load_checkpoint(f"{path}/variables") for path in plain]
@@ -238,7 +229,7 @@ def _dense_differences(left: str, right: str, plain: Sequence[str]) -> list[tupl
             f"{left} and {right} are of different models or optimizers. Only one of them has "
             f"{', '.join(only[:_NUM_SHOWN])}."
         )
-    found = []
+    found: Differences = {}
     for key in [key for key in names if key in ours and key != _GRAPH]:
         a, b = (np.asarray(reader.get_tensor(key)) for reader in readers)
         if a.shape != b.shape:
@@ -247,11 +238,11 @@ def _dense_differences(left: str, right: str, plain: Sequence[str]) -> list[tupl
                 f"{list(a.shape)} in one and {list(b.shape)} in the other."
             )
         if a.tobytes() != b.tobytes():
-            found.append((names[key], _largest_difference(a, b)))
+            found[names[key]] = _largest_difference(a, b)
     return found
 
 
-def _table_differences(left: str, right: str) -> list[tuple[str, float]]:
+def _table_differences(left: str, right: str) -> Differences:
     import tensorflow as tf
 
     from trainer.checkpoints.marks import DamagedError
@@ -263,14 +254,13 @@ def _table_differences(left: str, right: str) -> list[tuple[str, float]]:
         raise ConfigError(
             f"The tables of {left} or {right} cannot be read: {first_line(error)}"
         ) from error
-    found = []
+    found: Differences = {}
     for key in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(key), theirs.get(key)
-        name = f"table {key}"
         if a is None or b is None or a.shape != b.shape:  # Of dynamic ids, for example.
-            found.append((name, math.inf))
+            found[f"table {key}"] = math.inf
         elif a.tobytes() != b.tobytes():
-            found.append((name, _largest_difference(a, b)))
+            found[f"table {key}"] = _largest_difference(a, b)
     return found
 
 
@@ -309,13 +299,16 @@ def main(argv: Sequence[str]) -> int:
     ]
     found = compare(left, right)
     if flags.FLAGS.json:
-        print(json.dumps(_document(found, different), indent=2))
+        document = {"is_equal": found.is_equal, "config": different, **asdict(found)}
+        print(json.dumps(document, indent=2))
         return EXIT_DONE if found.is_equal else EXIT_DIFFERENT
     for line in different:
         print(f"config.{line}")
     if found.is_equal:
-        last = f" (the last of step {found.steps[-1]:,})" if found.steps else ""
-        number = f"{found.num_reports} reports, {len(found.steps)} checkpoints"
+        last = (
+            f" (the last of step {found.checkpoint_steps[-1]:,})" if found.checkpoint_steps else ""
+        )
+        number = f"{found.num_reports} reports, {len(found.checkpoint_steps)} checkpoints"
         print(f"equal bit for bit: {number}{last}")
         if any(found.num_single_reports):
             single = zip(found.num_single_reports, (left, right), strict=True)
@@ -331,24 +324,6 @@ def main(argv: Sequence[str]) -> int:
         if difference is not None:
             print(difference.describe(what))
     return EXIT_DIFFERENT
-
-
-def _document(found: Comparison, different: Sequence[str]) -> Document:
-    def parts(found: Difference | None) -> Document | None:
-        if found is None:
-            return None
-        return {"step": found.step, "equal_step": found.equal_step, "differ": dict(found.names)}
-
-    return {
-        "is_equal": found.is_equal,
-        "config": different,
-        "num_reports": found.num_reports,
-        "num_single_reports": found.num_single_reports,
-        "num_other_steps": found.num_other_steps,
-        "checkpoint_steps": list(found.steps),
-        "reports": parts(found.reports),
-        "variables": parts(found.variables),
-    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@
 | report.html | the page of the run | run_record/report_upload.py, and trainer.report |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/supervisor.py |
-| failures.jsonl | why tasks of several hosts ended; new numbers of workers | local/failures.py |
+| failures.jsonl | why tasks of hosts ended; new numbers of workers | local/launch_report.py |
 | membership/ | which hosts, or how many workers, train: --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
 | tasks/restarts.jsonl | why tasks of a local cluster were restarted | local/launch_report.py |

@@ -40,7 +40,7 @@ def assert_equal(left: Run, right: Run) -> None:
     found = compare(str(left.model_dir), str(right.model_dir))
     assert found.is_equal, found
     assert found.num_reports == 16
-    assert found.steps[-1] == STEPS
+    assert found.checkpoint_steps[-1] == STEPS
     reports = [run.metrics("train") for run in (left, right)]
     for ours, theirs in zip(*reports, strict=True):
         assert ours[DIGESTS] == theirs[DIGESTS]
@@ -88,7 +88,7 @@ def test_flipped_bit_of_a_gradient_is_in_the_next_report_with_the_part_and_the_v
     found = compare(str(alone.model_dir), str(run.model_dir))
     assert found.reports is not None
     assert (found.reports.equal_step, found.reports.step) == (10, 20)
-    part, *names = [name for name, _ in found.reports.names]
+    part, *names = found.reports.differ
     assert part == "gradients of part 3 of the batch"  # That of the last replica.
     assert "embedding/embeddings" in names
     assert found.variables is not None  # Of the oldest checkpoint that is left.

@@ -27,7 +27,7 @@ import contextlib, sys
 from strategies.cluster.tf_config import local_cluster
 from trainer.local.network_namespace import open_namespace
 from trainer.local.policy import FixedPolicy
-from trainer.local.restarts import Restarts
+from trainer.local.deaths import Restarts
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_process import TaskStarter
 strategy, isolate, model_dir, *command = sys.argv[1:]

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
+from trainer.local.deaths import Restarts
 from trainer.local.launch_report import LaunchReport
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
 from trainer.local.policy import FixedPolicy
-from trainer.local.restarts import Restarts
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_process import TaskStarter
 

@@ -12,7 +12,7 @@ from tests.commands import run_python
 from trainer.config import Config, flatten, load_recipe, overridden_fields
 from trainer.flags import DEFINED
 from trainer.flags.config_help import MOST_USED
-from trainer.flags.model_dir import changes
+from trainer.flags.start import changes
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
 

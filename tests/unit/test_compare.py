@@ -63,7 +63,7 @@ def test_equal_runs_are_equal_whatever_their_speed(tmp_path: Path) -> None:
     write_run(tmp_path / "b")
     found = compared(tmp_path, LINES, [{**line, "seconds": 7.5} for line in LINES])
     assert found.is_equal
-    assert (found.num_reports, list(found.steps)) == (4, [10, 20, 30])
+    assert (found.num_reports, list(found.checkpoint_steps)) == (4, [10, 20, 30])
 
 
 def test_smallest_change_of_one_variable_is_found_with_its_step_and_name(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_smallest_change_of_one_variable_is_found_with_its_step_and_name(tmp_pat
     assert found.reports is None
     assert found.variables is not None
     assert (found.variables.equal_step, found.variables.step) == (10, 20)
-    ((name, size),) = found.variables.names
+    ((name, size),) = found.variables.differ.items()
     assert name.endswith("head/kernel")
     assert size == pytest.approx(np.max(np.abs(changed - kernel)))
     assert "equal at step 10, different at step 20" in found.variables.describe("variables")
@@ -112,7 +112,7 @@ def test_parts_whose_gradients_differ_are_named_with_the_variables(
     ours, others = lines(["abcd", "abcd"], "11"), lines(["abcd", theirs], f"1{kernel}")
     found = compared(tmp_path, ours, others)
     assert found.reports is not None
-    assert [name for name, _ in found.reports.names] == expected
+    assert list(found.reports.differ) == expected
     assert "equal at step 0, different at step 10:" in found.reports.describe("reports")
     assert ("log_every_steps=1" in found.reports.describe("reports")) == has_hint
 
@@ -146,7 +146,7 @@ def test_parts_of_another_number_are_not_compared(tmp_path: Path) -> None:
 
     found = compared(tmp_path, report("a", "abcd"), report("b", "ef")).reports
     assert found is not None
-    assert [name for name, _ in found.names] == ["kernel"]
+    assert list(found.differ) == ["kernel"]
     assert "different at step 10, the first that was compared: kernel" in found.describe("reports")
 
 
@@ -164,7 +164,7 @@ def test_first_different_report_is_found(tmp_path: Path) -> None:
     assert found.variables is None
     assert found.reports is not None
     assert (found.reports.equal_step, found.reports.step) == (2, 3)
-    assert found.reports.names[0][0] == "loss of split train"
+    assert next(iter(found.reports.differ)) == "loss of split train"
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:

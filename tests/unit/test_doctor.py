@@ -21,7 +21,6 @@ from trainer.doctor import __main__ as command
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
 from trainer.doctor.plan import (
-    Settings,
     _loads_with_standby,
     mark_in,
     place_fault,
@@ -34,7 +33,6 @@ ADDRESSES = {"worker 0": "a:2222", "worker 1": "b:2222", "worker 2": "c:2222"}
 JOBS = {"worker": dict(enumerate(ADDRESSES.values()))}
 CLUSTER = Cluster(JOBS, Task("worker", 0))
 FREE = 8 << 30
-SETTINGS = Settings("mirrored", 1, None, 0, has_standby=False, makes_plan=True)
 
 
 def healthy() -> dict[str, Any]:
@@ -265,12 +263,13 @@ def test_nothing_is_right_if_no_task_has_a_plan_or_a_report_is_missing() -> None
 def test_plan_has_the_time_that_it_needs_unless_there_is_a_limit(
     secs: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(*_: object) -> Json:
+    def gpus(_: Cluster) -> Json:
         time.sleep(0.2)
         return {"gpus": 0}
 
-    monkeypatch.setattr("trainer.doctor.plan._make", make)
-    wait_for_plan = plan_in_child(load_recipe("digits"), CLUSTER, "", SETTINGS)
+    monkeypatch.setattr("trainer.doctor.plan._gpus", gpus)
+    recipe = load_recipe("digits")
+    wait_for_plan = plan_in_child(recipe, CLUSTER, "", makes_plan=False, reads_input=False)
     assert wait_for_plan(secs) == ({"gpus": 0} if secs is None else {"is_late": True})
 
 

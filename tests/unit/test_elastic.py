@@ -284,7 +284,7 @@ signal.signal(signal.SIGUSR1, end)
 @pytest.fixture(autouse=True)
 def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.local.membership._POLL_SECS", 0.05)
-    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.01)
+    monkeypatch.setattr("trainer.local.deaths._FIRST_DELAY_SECS", 0.01)
 
 
 def run_host(model_dir: Path, body: str, rejoin_secs: float = 100.0) -> LaunchReport:

@@ -7,7 +7,7 @@ import pytest
 
 from strategies.cluster.tf_config import Task
 from trainer.local.deaths import TaskEnd
-from trainer.local.failures import FailureLog, print_failure
+from trainer.local.launch_report import FailureLog, print_failure
 
 KILLED = TaskEnd(
     Task("worker", 1), False, False, 100, -9, 2.34, "signal 9 (Killed)", last_lines=("last\n",)

@@ -245,3 +245,7 @@ def test_flag_works_or_is_refused(
     message = messages[words, tf_config]
     assert bool(message) is bool(named), message
     assert [part for part in named if part not in message] == [], message
+
+
+def test_each_help_text_belongs_to_a_flag() -> None:
+    assert flags._HELP.keys() == flags.DEFINED - {"config"}

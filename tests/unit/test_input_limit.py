@@ -15,7 +15,7 @@ from data.tfrecord.split import Split
 from strategies.base import Batch
 from strategies.pace import Pace
 from tests.unit.toy import BATCH, Toy, make_reader, parse
-from trainer.doctor.input_rate import input_lines
+from trainer.doctor.plan import input_lines
 from trainer.hooks.console import Console
 from trainer.hooks.input_limit import limit_of
 from trainer.hooks.report import Report
@@ -134,7 +134,7 @@ def test_reports_count_with_their_time_and_nothing_is_said_of_what_is_not_known(
 def test_doctor_says_the_rate_of_a_short_read_and_what_a_former_run_showed(
     split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.doctor.input_rate._READ_SECS", 0.1)
+    monkeypatch.setattr("trainer.doctor.plan._READ_SECS", 0.1)
     reader = make_reader(split)
     (line,) = input_lines(Inputs(reader, reader), str(tmp_path))
     assert line.startswith("the input gives about ")

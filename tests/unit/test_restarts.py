@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from strategies.cluster.tf_config import Task
-from trainer.local.deaths import TaskEnd
-from trainer.local.restarts import Restarts
+from trainer.local.deaths import Restarts, TaskEnd
 from trainer.run_files import Progress, progress_of
 
 WORKER = Task("worker", 1)

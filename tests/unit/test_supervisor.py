@@ -40,10 +40,9 @@ from tests.unit.stand_ins import (
     wait_for,
     when_noted,
 )
-from trainer.local.deaths import TaskEnd
+from trainer.local.deaths import Restarts, TaskEnd
 from trainer.local.network_namespace import Namespace
 from trainer.local.policy import FixedPolicy
-from trainer.local.restarts import Restarts
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_process import TaskStarter
 
@@ -284,7 +283,7 @@ def test_program_that_cannot_be_started_leaves_nothing(tmp_path: Path) -> None:
 def test_ps_worker_that_dies_ends_or_hangs_is_restarted_alone_at_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.1)
+    monkeypatch.setattr("trainer.local.deaths._FIRST_DELAY_SECS", 0.1)
     body = """
         note(f"running-{start}-{config['cluster'][job][index]}")
         if (job, index) == ("worker", 0):
@@ -313,7 +312,7 @@ def test_servers_stay_when_another_task_is_killed_until_that_brings_no_progress(
     victim: str, num_restarted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have the variables. If that brings no progress, all tasks are restarted."""
-    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.1)
+    monkeypatch.setattr("trainer.local.deaths._FIRST_DELAY_SECS", 0.1)
     cluster = local_cluster("ps", 2, 2)
     body = """
         note(f"running-{start}")
@@ -480,7 +479,7 @@ def test_error_that_a_restart_does_not_repair_ends_the_launchers_of_all_hosts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("trainer.local.supervisor._PEER_LOST_SECS", 0.5)
-    monkeypatch.setattr("trainer.local.supervisor._FOLLOW_SECS", 0.2)
+    monkeypatch.setattr("trainer.local.supervisor._POLL_SECS", 0.2)
     path = tmp_path / "failures.jsonl"
     assert run_host(tmp_path, 1, "print('the reason'); sys.exit(1)", max_restarts=3).exit_code == 1
     assert "[host-b] the reason\n" in capfd.readouterr().out

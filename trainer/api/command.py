@@ -14,13 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.files import exists
 from trainer import flags
-from trainer.api.result import Result, end_of
-from trainer.exit_codes import EXIT_USAGE
+from trainer.api.result import Result, result_of
 from trainer.flags.checks import read_cluster, read_recipe
-from trainer.flags.model_dir import DEFAULT_DIR, model_dir_of
+from trainer.flags.start import DEFAULT_DIR, model_dir_of
 from trainer.program import python_command
 from trainer.run_files import RunFiles
 
@@ -42,13 +40,7 @@ def run_command(words: Sequence[str]) -> Result:
         environment[DEFAULT_DIR] = model_dir
     exit_code, message = _run([*python_command("-m", "trainer"), *words], environment)
     result = Result(model_dir) if exists(RunFiles(model_dir).config) else None
-    if exit_code == 0:
-        assert result is not None
-        return result
-    kind = UsageError if exit_code == EXIT_USAGE else RunFailed
-    error: TrainerError = kind(message or end_of(model_dir, exit_code, result))
-    error.exit_code, error.result = exit_code, result
-    raise error
+    return result_of(model_dir, exit_code, result, message)
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

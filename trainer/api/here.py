@@ -24,15 +24,14 @@ from types import FrameType
 from typing_extensions import override
 
 from data.system.compat.first_tensor import has_tensors
-from data.system.errors import RunFailed, TrainerError, UsageError
+from data.system.errors import TrainerError, UsageError
 from data.system.files import exists, is_url
 from data.system.pipes import outlives_terminal
 from trainer import flags, tf_setup
-from trainer.api.result import Result, end_of
+from trainer.api.result import Result, result_of
 from trainer.config import Config, Recipe
 from trainer.flags.checks import read_cluster, read_recipe
-from trainer.flags.model_dir import model_dir_of
-from trainer.flags.start import set_train_steps, task_spec
+from trainer.flags.start import model_dir_of, says_finished, set_train_steps, task_spec
 from trainer.guards.signals import StopSignals, stop_signals
 from trainer.run_files import RunFiles
 
@@ -64,13 +63,11 @@ def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
 
 
 def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
-    from trainer import preflight, task
+    from trainer import task
 
     set_train_steps(recipe)
     model_dir = _model_dir(recipe)
-    if preflight.finished_result(model_dir, recipe.config) is not None:
-        preflight.preflight(recipe, model_dir, hides_gpus=False)
-        print(f"{model_dir} is finished. To train further, raise train_steps.")
+    if says_finished(recipe, model_dir, hides_gpus=False):
         return result_in(model_dir)
     spec = dataclasses.replace(task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:
@@ -79,12 +76,7 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
         if exists(RunFiles(model_dir).config):
             error.result = result_in(model_dir)
         raise
-    result = result_in(model_dir)
-    if exit_code:
-        failed = RunFailed(end_of(model_dir, exit_code, result))
-        failed.exit_code, failed.result = exit_code, result
-        raise failed
-    return result
+    return result_of(model_dir, exit_code, result_in(model_dir))
 
 
 def _refuse_flags() -> None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.system.errors import UsageError
+from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.extras import of_satellite
 from trainer.config import PYTHON_CONFIG, Config
-from trainer.exit_codes import EXIT_RESTART
+from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, EXIT_USAGE
 from trainer.run_files import NO_METRICS, Document, RunFiles, local_dir
 from trainer.run_record.tools import prepare_tensorflow, require_run
 
@@ -137,13 +137,22 @@ class Result:
             yield
 
 
-def end_of(model_dir: str, exit_code: int, result: Result | None) -> str:
-    """Returns the message about a run that has failed or stopped without an error message."""
-    step = f" at step {result.step:,}: {result.why}" if result and result.why else ""
-    message = f"The run in {model_dir} ended with exit code {exit_code}{step}."
-    if exit_code == EXIT_RESTART:
-        message += f" What is saved is complete: the same call with {model_dir=} continues it."
-    return message
+def result_of(model_dir: str, exit_code: int, result: Result | None, message: str = "") -> Result:
+    """Returns `result`, unless its run has failed or stopped: then raises the error of that.
+
+    `message` is the error that the run has printed, if any.
+    """
+    if exit_code == EXIT_DONE:
+        assert result is not None
+        return result
+    if not message:
+        step = f" at step {result.step:,}: {result.why}" if result and result.why else ""
+        message = f"The run in {model_dir} ended with exit code {exit_code}{step}."
+        if exit_code == EXIT_RESTART:
+            message += f" What is saved is complete: the same call with {model_dir=} continues it."
+    error: TrainerError = (UsageError if exit_code == EXIT_USAGE else RunFailed)(message)
+    error.exit_code, error.result = exit_code, result
+    raise error
 
 
 def load_run(model_dir: str | Path, config: Config | None = None, **functions: object) -> Result:

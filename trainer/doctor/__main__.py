@@ -31,16 +31,10 @@ from trainer import flags
 from trainer.config import ConfigError
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import PEER_ADVICE, Finding, can_connect, device_findings, findings
-from trainer.doctor.plan import Settings, machine, mark_in, place_fault, plan_in_child, shared_fault
+from trainer.doctor.plan import machine, mark_in, place_fault, plan_in_child, shared_fault
 from trainer.doctor.table import as_json, text
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
-from trainer.flags.checks import (
-    num_to_aggregate,
-    read_cluster,
-    read_recipe,
-    read_shared_settings,
-    serves,
-)
+from trainer.flags import checks
 from trainer.flags.parsing import parse
 from trainer.flags.start import cluster_here
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
@@ -130,31 +124,25 @@ def _main(argv: Sequence[str]) -> NoReturn:
 def _examine(argv: Sequence[str]) -> NoReturn:
     if len(argv) > 1:
         raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
-    recipe = read_recipe()
-    described = read_cluster(is_launched=False)
+    recipe = checks.read_recipe()
+    described = checks.read_cluster(is_launched=False)
     set_environment()
     is_alone = described is None
     cluster = described or cluster_here()
     model_dir = flags.MODEL_DIR.value or "runs"
-    is_sync = num_to_aggregate(recipe, cluster.num("worker")) > 0
-    settings = Settings(
-        flags.STRATEGY.value,
-        num_replicas=flags.REPLICAS.value,
-        num_gpus=flags.NUM_GPUS.value,
-        num_gradient_buffers=cluster.num("worker") if is_sync else 0,
-        has_standby=flags.PS_STANDBY.value > 0,
-        makes_plan=is_alone or not (serves(cluster) or cluster.task.job == "evaluator"),
-        reads_input=is_alone and not flags.FLAGS["deadline_secs"].present,
-    )
-    doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
-    wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)
+    checks.num_to_aggregate(recipe, cluster.num("worker"))  # For its checks.
     is_typed = bool(flags.FLAGS["deadline_secs"].present)
+    makes_plan = is_alone or not (checks.serves(cluster) or cluster.task.job == "evaluator")
+    doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
+    wait_for_plan = plan_in_child(
+        recipe, cluster, model_dir, makes_plan=makes_plan, reads_input=is_alone and not is_typed
+    )
     has_limit = not is_alone or is_typed
     if has_limit:
         doctor.end_after(doctor.until(1.0) - time.monotonic())
-    shared = read_shared_settings(recipe) if settings.makes_plan else {}
+    shared = checks.read_shared_settings(recipe) if makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
-    if settings.makes_plan and (fault := place_fault(model_dir)):
+    if makes_plan and (fault := place_fault(model_dir)):
         own["faults"].append(fault)
     doctor.reports = {str(cluster.task): own}
     if is_alone:
@@ -182,7 +170,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     with Exchange(cluster, str(doctor.mark or "")) as exchange:
         exchange.meet(doctor.until(_MEET))
         fault = shared_fault(model_dir, exchange.mark_of(cluster.chief))
-        if fault and not serves(cluster):
+        if fault and not checks.serves(cluster):
             own["faults"].append(fault)
         doctor.doing = "measuring the network"
         own["meetings"] = exchange.measure(doctor.until(_PLAN))
@@ -202,12 +190,7 @@ def _checked(check: Callable[[_Doctor], Json], doctor: _Doctor) -> Json:
     try:
         return check(doctor)
     except TrainerError as error:
-        return _failed(error)
-
-
-def _failed(error: Exception) -> Json:
-    """What a check returns that ended with `error`."""
-    return {"why_not": "there was an error, see below", "error": str(error)}
+        return {"why_not": "there was an error, see below", "error": str(error)}
 
 
 def _all_reduce(doctor: _Doctor) -> Json:
@@ -233,7 +216,7 @@ def _all_reduce(doctor: _Doctor) -> Json:
             network = executor.measure_network()
             checked = check_devices(executor.strategy)
     except PeerLostError as error:  # Also where a slow link delays TensorFlow's heartbeats.
-        return _failed(error)
+        raise TrainerError(str(error)) from error
     with contextlib.suppress(PeerLostError):  # Another task that has all results may have ended.
         executor.close()
     return checked | {

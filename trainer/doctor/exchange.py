@@ -229,7 +229,7 @@ def _combined(state: Json, measured: Json) -> Json:
     return {**best, "mb_per_sec": max(rates), "rounds_mb_per_sec": rates}
 
 
-class _Connection:
+class _Connection(contextlib.AbstractContextManager["_Connection"]):
     """A socket with lines of JSON."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -237,9 +237,6 @@ class _Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._file = connected.makefile("rb")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
@@ -275,8 +272,7 @@ class _Connection:
     def receive_bulk(self) -> float:
         """Returns the bytes per second at which the other side sends.
 
-        Waits until the other side has ended its transfers to others. The connection cannot be used
-        again.
+        Waits until the other side has ended its transfers to others. Uses the connection up.
         """
         self.write({"do": "bulk"})
         self._socket.settimeout(6 * _ANSWER_SECS)

@@ -1,6 +1,6 @@
 """What this task would do, and what it needs: the plan of the run, memory, disk, GPUs, versions.
 
-wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)
+wait_for_plan = plan_in_child(recipe, cluster, model_dir, makes_plan=True, reads_input=False)
 plan = wait_for_plan(secs)      # a JSON object
 
 The plan needs TensorFlow, which takes seconds and runs ops. So it is made in a fork: this process
@@ -15,9 +15,10 @@ import platform
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from data.system.cores import num_cores
 from data.system.errors import TrainerError
@@ -26,38 +27,34 @@ from data.system.memory import free_memory_bytes
 from data.system.version import version_of
 from strategies.cluster.ports import outgoing_ports
 from strategies.cluster.tf_config import Cluster, Task
+from trainer import flags
 from trainer.config import Recipe
 from trainer.doctor.exchange import Json
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.run_lock import RUN_LOCK, LockedError, locked
+from trainer.hooks.input_limit import limit_of
+from trainer.run_files import RunFiles
 
 if TYPE_CHECKING:
+    from data.reader import Reader
     from strategies.ps.placement import Placement
+    from trainer.inputs import Inputs
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOCK_SECS = 2.0
 # Batches that are in memory at a time: the batch of the step, and those that are prepared.
 _BATCHES = 3
+_READ_SECS = 2.0  # Of the input, to measure its rate.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # That gRPC would use.
 
 
-class Settings(NamedTuple):
-    """The flags on which the plan depends."""
-
-    strategy: str
-    num_replicas: int  # --replicas, or 0.
-    num_gpus: int | None  # --num_gpus: the most GPUs to use.
-    num_gradient_buffers: int  # The gradients of each variable that a ps stores.
-    has_standby: bool  # --ps_standby.
-    makes_plan: bool  # False for a task that gets the config from its chief.
-    reads_input: bool = False  # Measures the input, which takes two seconds.
-
-
 def plan_in_child(
-    recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings
+    recipe: Recipe, cluster: Cluster, model_dir: str, *, makes_plan: bool, reads_input: bool
 ) -> Callable[[float | None], Json]:
     """Starts to make the plan. Must be called before this process has threads.
 
+    Without `makes_plan`, of a task that gets the config from its chief, it only finds the GPUs.
+    `reads_input` also measures the input, which takes two seconds.
     The returned function waits for the plan, without a limit if it gets None. It returns the plan;
     with `error` if it failed, or `is_late` if it is not ready in that many seconds.
     """
@@ -65,7 +62,13 @@ def plan_in_child(
     ours, theirs = context.Pipe(duplex=False)
 
     def make() -> None:
-        theirs.send(_make(recipe, cluster, model_dir, settings))
+        made = _gpus(cluster)
+        if makes_plan:
+            try:
+                made |= _plan(recipe, cluster, model_dir, made["gpus"], reads_input=reads_input)
+            except (TrainerError, OSError) as error:
+                made["error"] = str(error)
+        theirs.send(made)
 
     process = context.Process(target=make, daemon=True)
     process.start()
@@ -160,7 +163,7 @@ def _existing(model_dir: str) -> Path:
     return existing
 
 
-def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) -> Json:
+def _gpus(cluster: Cluster) -> Json:
     from trainer.tf_setup import import_tensorflow
 
     import_tensorflow()
@@ -169,19 +172,13 @@ def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) 
     from strategies.gpus import capability_notes, choose_gpus, visible_gpus
 
     choose_gpus(cluster)
-    gpus = tf.config.list_physical_devices("GPU")[: settings.num_gpus]
-    made: Json = {"gpus": len(gpus), "gpu_notes": capability_notes(gpus)}
-    made["gpu_names"] = visible_gpus(os.environ)[: len(gpus)]
-    if not settings.makes_plan:
-        return made
-    try:
-        return made | _plan(recipe, cluster, model_dir, settings, made["gpus"])
-    except (TrainerError, OSError) as error:
-        return made | {"error": str(error)}
+    gpus = tf.config.list_physical_devices("GPU")[: flags.NUM_GPUS.value]
+    names = visible_gpus(os.environ)[: len(gpus)]
+    return {"gpus": len(gpus), "gpu_notes": capability_notes(gpus), "gpu_names": names}
 
 
 def _plan(
-    recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings, num_gpus: int
+    recipe: Recipe, cluster: Cluster, model_dir: str, num_gpus: int, *, reads_input: bool
 ) -> Json:
     import math
 
@@ -190,13 +187,12 @@ def _plan(
     from strategies.ps.placement import place
     from trainer.config import data_dir
     from trainer.config_checks import check_replicas
-    from trainer.doctor.input_rate import input_lines
     from trainer.preflight import preflight, slots_included
 
     config, num_ps = recipe.config, cluster.num("ps")
     own_replicas = max(1, num_gpus)
-    if settings.strategy == "mirrored":
-        own_replicas = settings.num_replicas or own_replicas
+    if flags.STRATEGY.value == "mirrored":
+        own_replicas = flags.REPLICAS.value or own_replicas
     if num_ps:
         num_replicas = cluster.num("worker")
     else:
@@ -209,14 +205,14 @@ def _plan(
         for spec in tf.nest.flatten(train.parsed_specs)
         if spec.shape[1:].is_fully_defined()
     )
-    is_asynchronous = bool(num_ps) and not settings.num_gradient_buffers
+    is_asynchronous = bool(num_ps) and not flags.SYNC_REPLICAS.value
     replica_examples = config.batch_size if is_asynchronous else config.batch_size // num_replicas
     variable_bytes = sum(group.num_bytes for group in found.groups)
     table_bytes = sum(group.num_bytes for group in found.groups if group.is_table)
     gradient_bytes = sum(group.gradient_bytes for group in found.groups)
     batch_bytes = replica_examples * example_bytes
     plan: Json = {
-        "strategy": settings.strategy,
+        "strategy": flags.STRATEGY.value,
         "num_replicas": num_replicas,
         "batch_size": config.batch_size,
         "replica_examples": replica_examples,
@@ -230,7 +226,7 @@ def _plan(
         "slots": slots_included(found.groups),
         "gradient_bytes": gradient_bytes,
         "local_steps": config.local_steps.chosen,
-        "input": input_lines(found.inputs, model_dir) if settings.reads_input else [],
+        "input": input_lines(found.inputs, model_dir) if reads_input else [],
         "first_step": (found.saved.step if found.saved else 0) + 1,
         "last_step": config.train_steps,
         # One more while the next checkpoint is written, and the best one.
@@ -238,10 +234,11 @@ def _plan(
     }
     loads: Sequence[int] = ()
     if num_ps:
-        placement = place(found.groups, num_ps, num_gradient_buffers=settings.num_gradient_buffers)
+        num_gradient_buffers = num_replicas if flags.SYNC_REPLICAS.value else 0
+        placement = place(found.groups, num_ps, num_gradient_buffers=num_gradient_buffers)
         loads, plan["placement"] = placement.num_bytes, placement.table()
-        if settings.has_standby:
-            loads = _loads_with_standby(placement, settings.num_gradient_buffers)
+        if flags.PS_STANDBY.value:
+            loads = _loads_with_standby(placement, num_gradient_buffers)
     # A worker has its gradients twice: as computed, and as sent or summed.
     worker_bytes = 2 * gradient_bytes + _BATCHES * batch_bytes
 
@@ -267,3 +264,38 @@ def _loads_with_standby(placement: "Placement", num_gradient_buffers: int) -> li
     for group in placement.groups:
         held[group.ps] += group.num_bytes - num_gradient_buffers * group.gradient_bytes
     return [load + 2 * held[ps] + 2 * held[ps - 1] for ps, load in enumerate(placement.num_bytes)]
+
+
+def input_lines(inputs: "Inputs", model_dir: str) -> Sequence[str]:
+    """Returns what the input gives: the rate of a short read, and what a former run showed.
+
+    Nothing is read over the network, or if the examples are cached in memory. Other programs on
+    this machine change the rate, so it is information, and no finding.
+    """
+    from trainer.inputs import data_errors_explained
+
+    lines = []
+    reader = inputs.train
+    if not (reader.caches_examples or any(is_url(shard.path) for shard in reader.split.shards)):
+        with data_errors_explained(inputs):
+            rate = _examples_per_sec(reader)
+        lines.append(
+            f"the input gives about {rate:,.0f} examples/s here without a model; steps that take "
+            "more would wait for it (docs/data.md#speed-and-memory)"
+        )
+    reports = RunFiles(model_dir).read_reports()
+    if limit := limit_of([report for report in reports if report.get("split") == "train"]):
+        lines.append(f"{model_dir}: {limit.text}")
+    return lines
+
+
+def _examples_per_sec(reader: "Reader") -> float:
+    from data.disk_reader import DiskReader
+
+    batches = iter(DiskReader(reader).batches(0, range(reader.order.lanes)))
+    next(batches)  # Threads have started, and files are open.
+    began, num_batches = time.monotonic(), 0
+    while time.monotonic() < began + _READ_SECS:
+        next(batches)
+        num_batches += 1
+    return num_batches * reader.batch_examples() / (time.monotonic() - began)

@@ -24,13 +24,27 @@ from strategies.cluster.sources.finding import is_described
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from strategies.transfer import Transfer
 from trainer import flags
-from trainer.config import Config, ConfigError, Recipe, data_dir, load_recipe
+from trainer.config import ConfigError, Recipe, data_dir, load_recipe
 from trainer.config_checks import check, check_sub_batches, check_virtual_replicas
 from trainer.guards.fingerprint import shared_settings
 from trainer.hooks.tracker_names import reached_over_network
 
 log = logging.getLogger(__name__)
 
+# Pairs of flags that exclude each other, and pairs of which the first one needs the second one.
+_EXCLUSIVE = (
+    ("download_only", "model_dir", "trains nothing, so that {} would stay empty"),
+    ("download_only", "check", "and {} are two ways to end early"),
+    ("quiet", "verbose", "prints none of the lines that {} adds"),
+    ("keep_serving", "max_restarts", "restarts this task without a limit, and would ignore {}"),
+    ("keep_serving", "chief_timeout_secs", "waits without a limit, and would ignore {}"),
+    ("sync_replicas", "max_staleness", "gives all gradients the staleness 0, and would ignore {}"),
+)
+_NEEDED = (
+    ("rejoin_secs", "min_workers", "without it the others wait for a lost host without a limit"),
+    ("metrics_host", "metrics_port", "without it nothing is served"),
+    ("replicas_to_aggregate", "sync_replicas", "asynchronous steps aggregate nothing"),
+)
 METRICS_FD = "TRAINER_METRICS_FD"  # Names the descriptor of a socket that a launcher has made.
 
 
@@ -42,7 +56,7 @@ def read_recipe() -> Recipe:
         if flag.value is not None:
             setattr(config, name, flag.value)
     check(config)
-    if _at_s3(config):
+    if any(map(is_s3, (flags.MODEL_DIR.value or "", data_dir(config)))):
         try:
             object_store.require()
         except UsageError as error:
@@ -68,14 +82,19 @@ def _check_epochs() -> None:
         )
 
 
-def check_isolation(recipe: Recipe) -> None:
-    """Refuses `--isolate=on` if tasks need the network to read or to write."""
-    urls = [*_at_s3(recipe.config), reached_over_network(recipe.config.trackers)]
-    if flags.ISOLATE.value == "on" and (urls := list(filter(None, urls))):
+def network_needed(recipe: Recipe) -> str:
+    """Returns what the tasks reach over the network; empty if there is nothing.
+
+    Raises ConfigError if there is something, and --isolate=on.
+    """
+    urls = [path for path in (flags.MODEL_DIR.value or "", data_dir(recipe.config)) if is_url(path)]
+    needed = next(iter(urls), reached_over_network(recipe.config.trackers)) or ""
+    if needed and flags.ISOLATE.value == "on":
         raise ConfigError(
-            f"--isolate=on separates the tasks from the network, but {urls[0]} is reached over "
+            f"--isolate=on separates the tasks from the network, but {needed} is reached over "
             "the network. Use --isolate=auto, or local directories."
         )
+    return needed
 
 
 def metrics_listener(*, is_chief: bool) -> socket.socket | None:
@@ -87,8 +106,6 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
     Raises ConfigError if nothing can listen at that address.
     """
     host, port = flags.METRICS_HOST.value, flags.METRICS_PORT.value
-    if port is None and flags.METRICS_HOST.present:
-        raise ConfigError("--metrics_host needs --metrics_port, without which nothing is served.")
     if port is None or not is_chief:
         return None
     if inherited := os.environ.pop(METRICS_FD, None):
@@ -100,10 +117,6 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
             f"--metrics_port={port} cannot be listened at on {host}: {error.strerror}. Give "
             "another --metrics_port, or an address of this machine as --metrics_host."
         ) from None
-
-
-def _at_s3(config: Config) -> list[str]:
-    return list(filter(is_s3, (flags.MODEL_DIR.value or "", data_dir(config))))
 
 
 def read_cluster(*, is_launched: bool) -> Cluster | None:
@@ -136,15 +149,9 @@ def read_cluster(*, is_launched: bool) -> Cluster | None:
 
 
 def _check_elastic(cluster: Cluster | None) -> None:
-    """Refuses --min_workers and --rejoin_secs where they would be ignored or cannot work."""
+    """Refuses --min_workers where it would be ignored or cannot work."""
     least, model_dir = flags.MIN_WORKERS.value, flags.MODEL_DIR.value
     if least is None:
-        if flags.REJOIN_SECS.present:
-            raise ConfigError(
-                f"--rejoin_secs={flags.REJOIN_SECS.value:g} needs --min_workers: without it the "
-                "others wait for a lost host without a limit. Add --min_workers=1, or leave "
-                "--rejoin_secs out."
-            )
         return
     given = f"--min_workers={least}"
     is_local = cluster is None and flags.STRATEGY.value == "ps"
@@ -162,8 +169,7 @@ def _check_elastic(cluster: Cluster | None) -> None:
         )
     if not math.isfinite(flags.REJOIN_SECS.value):
         raise ConfigError(
-            f"--rejoin_secs must be a number of seconds. Received: {flags.REJOIN_SECS.value}. Type "
-            "--rejoin_secs=60."
+            f"--rejoin_secs={flags.REJOIN_SECS.value}: it must be finite. Type --rejoin_secs=60."
         )
     for name in ("keep_serving", "chief_timeout_secs"):
         if flags.STRATEGY.value == "ps" and flags.FLAGS[name].present:
@@ -171,24 +177,17 @@ def _check_elastic(cluster: Cluster | None) -> None:
                 f"{given}: the launchers decide how long a task waits for the chief, and start it "
                 f"again for the next one, so that --{name} would be ignored. Leave one out."
             )
-    if not is_local and model_dir is None:
-        raise ConfigError(
-            f"{given} needs --model_dir: a directory that all tasks see, on a shared file system."
-        )
     if flags.MAX_RESTARTS.value == 0:
         raise ConfigError(
             f"{given} needs restarts: when the workers that train change, each launcher starts its "
             "tasks again. But --max_restarts=0 allows none. Leave it out."
         )
-    if is_local and is_url(str(model_dir)):
-        raise ConfigError(
-            f"{given} needs --model_dir on this machine: the file membership/workers in it says "
-            f"how many workers train. Received: --model_dir={model_dir}."
-        )
     if is_url(str(model_dir)):
+        where = "a shared file system with hard links, on which the hosts agree who trains"
+        if is_local:
+            where = "this machine: its file membership/workers says how many workers train"
         raise ConfigError(
-            f"{given} needs --model_dir on a shared file system with hard links, on which the "
-            f"hosts agree who trains. Received: --model_dir={model_dir}."
+            f"{given} needs --model_dir on {where}. Received: --model_dir={model_dir}."
         )
 
 
@@ -216,8 +215,7 @@ def _check_source() -> None:
     described += [f"--{name}" for name in by_tasks]
     if described and (given := _given_of(("hosts", "port"))):
         raise ConfigError(
-            f"{described[0]} describes the cluster, so that --{given[0]} would be ignored. Leave "
-            "one of them out."
+            f"{described[0]} describes the cluster, and would ignore --{given[0]}. Leave one out."
         )
 
 
@@ -316,20 +314,12 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
 
     `sizes` are the flags of local clusters that were used for the size of `cluster`.
     """
-    model_dir = flags.MODEL_DIR.value
     if flags.DOWNLOAD_ONLY.value and cluster is not None:
         raise ConfigError(
             "--download_only is for a process that is no task of a cluster, but TF_CONFIG or "
             "--worker_hosts makes this process a task. Leave it out, or type it without them: "
             f"env -u TF_CONFIG python -m trainer {shlex.join(sys.argv[1:])}"
         )
-    if flags.DOWNLOAD_ONLY.value and model_dir is not None:
-        raise ConfigError(
-            f"--download_only trains nothing, so that --model_dir={model_dir} would stay empty. "
-            "Leave one of the two out."
-        )
-    if flags.DOWNLOAD_ONLY.value and flags.CHECK.value:
-        raise ConfigError("--download_only and --check are two ways to end early. Leave one out.")
     ignored = [name for name in _given(flags.LOCAL) if name not in sizes]
     if cluster is not None and not is_launched and ignored:
         what = "the environment or --hosts" if sizes else "TF_CONFIG or --worker_hosts"
@@ -342,8 +332,7 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
             f"--{given[0]} is for the tasks of a cluster, but there is no TF_CONFIG, --hosts or "
             f"--worker_hosts, and no scheduler. Leave --{given[0]} out, or describe the cluster."
         )
-    if flags.QUIET.value and flags.VERBOSE.value:
-        raise ConfigError("--quiet prints none of the lines that --verbose adds. Leave one out.")
+    _check_pairs()
     if cluster is not None:
         _check_role_flags(cluster)
         if not flags.ALLOW_PUBLIC_ADDRESS.value:
@@ -352,20 +341,26 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
             check_private(cluster)
 
 
+def _check_pairs() -> None:
+    """Refuses two flags of which one would be ignored, and a flag without one that it needs."""
+    for name, other, why in _EXCLUSIVE:
+        if _is_given(name) and _is_given(other):
+            says = why.format(flags.FLAGS[other].serialize())
+            raise ConfigError(f"--{name} {says}. Leave one of the two out.")
+    for name, other, why in _NEEDED:
+        if _is_given(name) and not _is_given(other):
+            given = flags.FLAGS[name].serialize()
+            raise ConfigError(f"{given} needs --{other}: {why}. Add it, or leave --{name} out.")
+
+
+def _is_given(name: str) -> bool:
+    return flags.FLAGS[name].present and flags.FLAGS[name].value is not False
+
+
 def _check_role_flags(cluster: Cluster) -> None:
     task = cluster.task
-    if flags.KEEP_SERVING.value and flags.MAX_RESTARTS.present:
-        raise ConfigError(
-            f"--keep_serving restarts this task without a limit, so --max_restarts="
-            f"{flags.MAX_RESTARTS.value} would be ignored. Leave one out."
-        )
     if flags.KEEP_SERVING.value and not cluster.is_server:
         raise ConfigError(f"--keep_serving is for worker and ps tasks, but this task is {task}.")
-    if flags.KEEP_SERVING.value and flags.CHIEF_TIMEOUT_SECS.present:
-        raise ConfigError(
-            "--keep_serving waits for the next chief without a limit, so --chief_timeout_secs="
-            f"{flags.CHIEF_TIMEOUT_SECS.value:g} would be ignored. Leave one out."
-        )
     waits_for_chief = flags.STRATEGY.value == "ps" or cluster.num("evaluator")
     if flags.CHIEF_TIMEOUT_SECS.present and not waits_for_chief:
         raise ConfigError(
@@ -380,7 +375,8 @@ def _check_role_flags(cluster: Cluster) -> None:
         )
     is_described_by_flags = flags.JOB_NAME.value or flags.EXISTING_SERVERS.value
     needs_model_dir = not serves(cluster) and not is_described_by_flags
-    if flags.MODEL_DIR.value is None and (needs_model_dir or flags.STRATEGY.value == "multiworker"):
+    needs_model_dir |= flags.STRATEGY.value == "multiworker" or flags.MIN_WORKERS.present
+    if flags.MODEL_DIR.value is None and needs_model_dir:
         raise ConfigError(
             f"{task} needs --model_dir: a directory that all tasks see, on a shared file system."
         )
@@ -428,19 +424,9 @@ def serves(cluster: Cluster) -> bool:
 
 def num_to_aggregate(recipe: Recipe, num_workers: int) -> int:
     """Returns the number of gradients of a synchronous step, after checks; 0 if asynchronous."""
-    wanted, max_staleness = flags.REPLICAS_TO_AGGREGATE.value, flags.MAX_STALENESS.value
+    wanted = flags.REPLICAS_TO_AGGREGATE.value
     if not flags.SYNC_REPLICAS.value:
-        if wanted is not None:
-            raise ConfigError(
-                f"--replicas_to_aggregate={wanted} needs --sync_replicas: asynchronous steps "
-                "aggregate nothing."
-            )
         return 0
-    if max_staleness is not None:
-        raise ConfigError(
-            f"--max_staleness={max_staleness} is for asynchronous steps; with --sync_replicas "
-            "every applied gradient has staleness 0. Leave one of the two out."
-        )
     wanted = num_workers if wanted is None else wanted
     if not 1 <= wanted <= num_workers:
         raise ConfigError(

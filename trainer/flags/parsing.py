@@ -1,32 +1,49 @@
-"""Parses a command line: the flags and the fields of the config.
+"""Parses a command line: the flags and the fields of the config; explains what was mistyped.
 
 FLAGS(parse(sys.argv))              # prints a mistake, and exits with 2
 parse_words(["trainer", "--strategy=ps"])
+message = unknown_flag("log_every_steps", known_flags, config)
+message = wrong_value(str(error), values, parsers)
 """
 
+import difflib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from absl.flags import Error, UnrecognizedFlagError
+import absl.flags
 
 from data.system.errors import UsageError
 from data.system.flags import check_utf8, show_help
+from trainer import flags
 from trainer.exit_codes import EXIT_USAGE
-from trainer.flags import (
-    COMPLETION,
-    DEFAULT_CONFIG,
-    FLAGS,
-    LOCAL,
-    LOCAL_OR_HOSTS,
-    SCOPES,
-    SHORTCUTS,
-)
+from trainer.flags import FLAGS
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
-_RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name today.
+# A message of absl: "flag --batch_size=abc: invalid literal for int() with base 10: 'abc'".
+_ILLEGAL = re.compile(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): (?P<reason>.*)", re.DOTALL)
+_NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+# The names of flags in other programs and in former versions, and the flags or fields of today.
+_SYNONYMS = {
+    "bind_cores": "cpu_affinity",
+    "lr": "learning_rate",
+    "bs": "batch_size",
+    "steps": "train_steps",
+    "max_steps": "train_steps",
+    "num_epochs": "epochs",
+    "gpus": "num_gpus",
+    "logdir": "model_dir",
+    "output_dir": "model_dir",
+    "resume": "model_dir",
+    "amp": "config.precision",
+    "fp16": "config.precision",
+    "wd": "config.weight_decay.rate",
+    "local_steps": "config.local_steps.every",
+}
 
 
 def parse(argv: Sequence[str]) -> list[str]:
@@ -49,36 +66,27 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
     if not paths:
-        local = [n for n, s in SCOPES.items() if s.where in (LOCAL, LOCAL_OR_HOSTS)]
-        argv = with_settings_of_run(argv, local)
+        local = (flags.LOCAL, flags.LOCAL_OR_HOSTS)
+        local_flags = [name for name, scope in flags.SCOPES.items() if scope.where in local]
+        argv = with_settings_of_run(argv, local_flags)
         paths, others = _split_config(argv)
     # The tasks of a cluster on this machine get the command line of their launcher. ml_collections
     # reads it, too, and needs --config before its fields.
     sys.argv[1:] = [*(f"--config={path}" for path in paths), *others]
-    path = paths[0] if paths else DEFAULT_CONFIG
+    path = paths[0] if paths else flags.DEFAULT_CONFIG
     argv = [argv[0], f"--config={path}", *others]
     config = load_recipe(path).config
     try:
         rest: list[str] = FLAGS(argv)
-        if COMPLETION.value is not None:
-            from trainer.flags.completion import completion_script
+        if flags.COMPLETION.value is not None:
+            from trainer.flags.config_help import completion_script
 
-            print(completion_script(COMPLETION.value, FLAGS, config))
+            print(completion_script(flags.COMPLETION.value, config))
             sys.exit(0)
         return rest
-    except UnrecognizedFlagError as error:
-        from trainer.flags.mistakes import unknown_flag
-
-        known = [n for n in FLAGS if not FLAGS.find_module_defining_flag(n, "").startswith("absl.")]
-        message = unknown_flag(error.flagname, known, config)
-        if new_name := _RENAMED.get(error.flagname):
-            message = f"--{error.flagname} has a new name: write --{new_name}."
-    except (AttributeError, KeyError, Error) as error:
-        message = _explain_flag_error(argv, config, error)
-    except (LookupError, TypeError, ValueError) as error:
-        # ml_collections raises them for a part of a field that has no parts.
-        message = _explain_unknown(argv, config)
-        if isinstance(error, UsageError) or not message:
+    except (AttributeError, LookupError, TypeError, ValueError, absl.flags.Error) as error:
+        message = "" if isinstance(error, UsageError) else _explained(argv, config, error)
+        if not message:
             raise
     raise ConfigError(message)
 
@@ -109,25 +117,93 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, others
 
 
-def _explain_unknown(argv: Sequence[str], config: "Config") -> str:
-    """Returns a message about the first unknown field in a command line; "" if there is none."""
+def _explained(argv: Sequence[str], config: "Config", error: Exception) -> str:
+    """Returns what is wrong with a command line that raised `error`; "" if that is not known."""
     from trainer.config import explain_unknown_field, flatten
 
+    if isinstance(error, absl.flags.UnrecognizedFlagError):
+        return unknown_flag(error.flagname, [flag.name for flag in flags.own_flags()], config)
     known = flatten(config)
     for argument in argv:
         override = argument.lstrip("-").partition("=")[0]
         if override.startswith("config.") and override.removeprefix("config.") not in known:
             return explain_unknown_field(override.removeprefix("config."), config)
-    return ""
-
-
-def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception) -> str:
-    from trainer.config import flatten
-    from trainer.flags.mistakes import wrong_value
-
-    if unknown := _explain_unknown(argv, config):
-        return unknown
-    known = flatten(config)
+    # ml_collections raises other errors for a part of a field that has no parts.
+    if not isinstance(error, (AttributeError, KeyError, absl.flags.Error)):
+        return ""
     values = {name: FLAGS[name].default for name in FLAGS}
-    values |= {name: known[name] for name in SHORTCUTS} | {"epochs": 10.0}
-    return wrong_value(str(error), values | {f"config.{name}": v for name, v in known.items()})
+    values |= {name: known[name] for name in flags.SHORTCUTS} | {"epochs": 10.0}
+    values |= {f"config.{name}": value for name, value in known.items()}
+    return wrong_value(str(error), values, {name: FLAGS[name].parser for name in FLAGS})
+
+
+def unknown_flag(name: str, known: Iterable[str], config: "Config") -> str:
+    """Returns the message about a flag that does not exist, with the nearest flag or field."""
+    from trainer.config import flatten
+
+    if synonym := _SYNONYMS.get(name):
+        return f"There is no flag --{name}. Did you mean --{synonym}?"
+    fields = list(flatten(config))
+    # A field, or the last part of its name: --log_every_steps, --lanes.
+    found = [field for field in fields if name in (field, field.rpartition(".")[2])]
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.6)
+    if not found and not near:
+        found = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
+    meant = f"--config.{found[0]}" if found else f"--{near[0]}" if near else ""
+    hint = f"Did you mean {meant}?" if meant else "--help lists all."
+    return f"There is no flag --{name}. {hint}"
+
+
+def wrong_value(
+    message: str, values: Mapping[str, object], parsers: Mapping[str, absl.flags.ArgumentParser]
+) -> str:
+    """Rewrites absl's message about a value of a wrong type or out of range in plain words.
+
+    Returns other messages as they are. `values` has an example of a right value for each flag.
+    """
+    matched = _ILLEGAL.fullmatch(message)
+    if matched is None:
+        return message
+    name, came, parser = matched["name"], matched["value"], parsers.get(matched["name"])
+    if isinstance(parser, absl.flags.EnumParser):
+        return _wrong_choice(name, came, parser.enum_values)
+    if parser and message.endswith(f" is not {parser.syntactic_help}"):
+        return _out_of_range(name, came, parser)
+    example = values.get(name)
+    needed = _NEEDED.get(type(example))
+    if needed is None:
+        return message
+    meant = _meant(came, type(example))
+    hint = f"{example}, for example." if meant is None else f"{meant}."
+    return f"--{name} must be {needed}. Received: {came!r}. Type --{name}={hint}"
+
+
+def _out_of_range(
+    name: str, came: str, parser: absl.flags.IntegerParser | absl.flags.FloatParser
+) -> str:
+    kind = _NEEDED[int if isinstance(parser, absl.flags.IntegerParser) else float]
+    low, high = parser.lower_bound, parser.upper_bound
+    needed = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
+    nearest = low if high is None or parser.convert(came) < high else high
+    hint = f"Type --{name}={nearest:g}, for example."
+    return f"--{name} must be {kind} {needed}. Received: {came!r}. {hint}"
+
+
+def _wrong_choice(name: str, came: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(came, names, n=1, cutoff=0.5)
+    near = near or [known for known in names if came and known.startswith(came)]
+    type_this = f"--{name}={(near or names)[0]}"
+    hint = f"Did you mean {type_this}?" if near else f"Type {type_this}, for example."
+    return f"--{name} must be {', '.join(names[:-1])} or {names[-1]}. Received: {came!r}. {hint}"
+
+
+def _meant(came: str, kind: type) -> object:
+    """The number that `came` probably means: 10000 for "1e4", 1.5 for "1,5"; None if unclear."""
+    text = came.replace(",", "") if _THOUSANDS.fullmatch(came) else came.replace(",", ".")
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if kind is float:
+        return number
+    return int(number) if kind is int and number.is_integer() else None

@@ -1,14 +1,22 @@
-"""The cluster or the task that the flags describe, and the checks before it starts.
+"""The cluster or the task that the flags describe, its directory, and the checks before it starts.
 
+    model_dir_of(recipe)    # "runs/digits-ps-batch_size=128-20261126-204142"
     cluster = read_cluster(is_launched=False) or cluster_here()
     exit_code = check_before_launch(recipe, cluster)        # READY: the tasks can be started
     spec = task_spec(recipe, cluster, model_dir_of(recipe))
+
+The name of a new directory says what was changed on the command line. Fields that say where things
+are, and how often they are written, are left out: they do not change what is learnt.
 
 TensorFlow, and what imports it, is imported in the functions: a launcher checks in a fork, and its
 own process stays without TensorFlow.
 """
 
+import os
+import re
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strategies.cluster.ports import free_ports
@@ -16,11 +24,10 @@ from strategies.cluster.sources.hosts import entries_of
 from strategies.cluster.tf_config import Cluster, local_cluster
 from strategies.transfer import Transfer
 from trainer import flags, tf_setup
-from trainer.config import Recipe, to_json
+from trainer.config import Recipe, flatten, overridden_fields, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE
 from trainer.flags.checks import metrics_listener, num_to_aggregate, serves
-from trainer.flags.model_dir import is_default_dir, model_dir_of
 from trainer.task_spec import TaskSpec
 
 if TYPE_CHECKING:
@@ -28,6 +35,48 @@ if TYPE_CHECKING:
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
 READY = 113
+# The variable with which a launcher has a fork run `check_before_launch` alone.
+ONLY_CHECKS = "TRAINER_ONLY_CHECKS"
+# The variable with the default --model_dir that `trainer.train` chose for a cluster.
+DEFAULT_DIR = "TRAINER_DEFAULT_DIR"
+_MAX_WORDS, _MAX_BYTES = 3, 40
+_OMITTED = re.compile(
+    r"dataset|data_.*|data\..*_split|data\.(cache|prefetch).*|.*_every_steps|keep_checkpoints|"
+    r"complete_checkpoint_every|steps_per_call|eval_batch_size|export|profile_.*|train_steps"
+)
+_UNSAFE = re.compile(r"[^\w.+=-]+")  # In a path, or in a shell.
+
+
+def is_default_dir() -> bool:
+    """Returns True if the user gave no --model_dir; a default of `trainer.train` does not count."""
+    return flags.MODEL_DIR.value in (None, os.environ.get(DEFAULT_DIR))
+
+
+def model_dir_of(recipe: Recipe) -> str:
+    """The directory of --model_dir, or a new one under runs/."""
+    if flags.MODEL_DIR.value is not None:
+        given = str(flags.MODEL_DIR.value)
+        # Not the link, which will point to another run while this one goes on.
+        return os.path.realpath(given) if os.path.islink(given.rstrip("/")) else given
+    name = Path(recipe.files[0]).stem if recipe.files else "python"
+    words = [name, flags.STRATEGY.value, *changes(recipe)]
+    return str(Path("runs") / "-".join([*words, time.strftime("%Y%m%d-%H%M%S")]))
+
+
+def changes(recipe: Recipe) -> list[str]:
+    """Returns the fields that differ from the config file, as `field=value`; at most three.
+
+    A value that is too long is left out: a part of it would be another value.
+    """
+    words, values = [], flatten(recipe.config)
+    for field in overridden_fields(recipe):
+        if _OMITTED.fullmatch(field):
+            continue
+        value = values[field]
+        text = f"{value:.12g}" if isinstance(value, float) else str(value)
+        word = f"{field}={_UNSAFE.sub('_', text).strip('_')}"
+        words.append(word if len(os.fsencode(word)) <= _MAX_BYTES else field)
+    return words[:_MAX_WORDS]
 
 
 def cluster_here(choose_ports: Callable[[int], list[int]] = free_ports) -> Cluster:
@@ -107,15 +156,19 @@ def set_train_steps(recipe: Recipe) -> None:
         recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
 
 
-def says_finished(recipe: Recipe, model_dir: str) -> bool:
-    """Returns True, and prints the result, if the run in `model_dir` is finished."""
+def says_finished(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> bool:
+    """Returns True, and prints the result, if the run in `model_dir` is finished.
+
+    `hides_gpus`: as of preflight.
+    """
     tf_setup.import_tensorflow()
     from trainer import preflight
 
     result = preflight.finished_result(model_dir, recipe.config)
     if result is None:
         return False
-    preflight.preflight(recipe, model_dir)  # The finished run may be of another config.
+    # The finished run may be of another config.
+    preflight.preflight(recipe, model_dir, hides_gpus=hides_gpus)
     values = {name: value for name, value in result["eval"].items() if isinstance(value, float)}
     measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
     print(

@@ -7,8 +7,7 @@
 
 When the parent ends, even by SIGKILL, the kernel closes its end of the socket, and the task reads
 the end of the stream. The task sends a heartbeat every second. A process that was stopped, or in
-which native code holds Python's interpreter lock, cannot report this itself: only another process
-can detect it.
+which native code holds Python's interpreter lock, cannot report this: only another process can.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Self
 
 from data.system.linux import signal_when_parent_ends
 from trainer.exit_codes import EXIT_RESTART
@@ -31,7 +29,7 @@ _BEAT_SECS = 1.0
 _READ_BYTES = 65_536
 
 
-class ParentWatch:
+class ParentWatch(contextlib.AbstractContextManager["ParentWatch"]):
     """The parent's end. Closing it ends the process that got `fd` and `env` and watches."""
 
     def __init__(self) -> None:
@@ -41,9 +39,6 @@ class ParentWatch:
         self.fd = theirs.detach()
         self.env = {_VARIABLE: str(self.fd)}
         self._last_beat = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -1,7 +1,7 @@
 """A cluster on this machine: starts, watches, restarts and ends its processes.
 
-`supervisor.py` starts one process for each task; `deaths.py` decides what follows when one ends;
-`policy.py` and `elastic.py` say which tasks run. `fork_server.py` makes starts fast, `restarts.py`
-limits restarts, and the other files watch or isolate the processes. No file here imports
-TensorFlow. Read `supervisor.py` first, then `deaths.py`.
+`supervisor.py` starts one process for each task; `deaths.py` decides what follows when one ends,
+and limits restarts; `policy.py` and `elastic.py` say which tasks run. `fork_server.py` makes starts
+fast, and the other files watch or isolate the processes. No file here imports TensorFlow. Read
+`supervisor.py` first, then `deaths.py`.
 """

@@ -1,8 +1,10 @@
-"""What the launcher does after a process of a task has ended: pure functions, no processes.
+"""What the launcher does after a process of a task has ended: decisions, no processes.
 
     failure = failure_of(code, unresponsive, end_reason, is_stopped=False)
     action = decide(end, run)        # each time a process has ended
     action = decide_loss(end, run)   # a second after Action.WAIT
+    restarts = Restarts(3, lambda: progress_of(model_dir))     # trainer/run_files.py
+    delay_secs = restarts.next_delay_secs(end)                 # None: too often without progress
 
 `decide` takes the first row that fits. `decide_loss` has the rows from "lost" on.
 
@@ -24,19 +26,30 @@ can be lost alone: the chief reconnects to it. If the chief of ps or a ps is los
 RESTART_ALL leaves the other servers alone: they have the variables. Updates that a dead chief sent
 cannot reach the variables of the next chief, which makes new ones. No multiworker step is complete
 without all workers. Exits with 1 and 2 would happen again.
+
+A run that makes progress is always restarted. Progress is a checkpoint, or a report, of a later
+step than all before. A run that is always killed at the same step makes none.
 """
 
 import enum
 import signal
-from collections.abc import Iterable
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+from trainer.run_files import Progress
 
 # The exits of a task that the launcher has asked to end.
 ENDED_AS_ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
+
+_WINDOW_SECS = 600.0  # A restart without progress counts for this long.
+_FIRST_DELAY_SECS = 1.0  # The delay of the second restart. The first has none; later ones double.
+_MAX_DELAY_SECS = 30.0
+_SHORT_LIFE_SECS = 10.0  # A task that died sooner has not trained.
 
 
 class Action(enum.Enum):
@@ -155,3 +168,45 @@ def failure_of(code: int, unresponsive: str, end_reason: str | None, *, is_stopp
     if code < 0:
         return f"signal {-code} ({signal.strsignal(-code)})"
     return f"exit code {code}" if code else ""
+
+
+@dataclass
+class Restarts:
+    """Counts restarts without progress."""
+
+    max_restarts: int  # That are allowed within 10 minutes.
+    progress: Callable[[], Progress]  # Called now and before each restart.
+    clock: Callable[[], float] = time.monotonic
+    num_without_progress: int = 0  # Restarts since the last progress, including the newest.
+
+    def __post_init__(self) -> None:
+        self._best = self.progress()
+        self._times: deque[tuple[float, bool]] = deque()  # Of restarts, with `counts`.
+        self._num_short_lives: Counter[Task] = Counter()  # Consecutive ones.
+
+    def next_delay_secs(self, end: TaskEnd, *, counts: bool = True) -> float | None:
+        """Counts the restart after `end`, and returns its delay; None if the limit is reached.
+
+        A task that repeatedly dies soon after its start is delayed even if the run makes progress
+        without it. If `counts` is False, the restart lengthens later delays, but has no limit.
+        """
+        is_short = end.seconds <= _SHORT_LIFE_SECS
+        num_short_lives = self._num_short_lives[end.task] if is_short else 0
+        # After an exit with 75 the cause is another task. But a ps worker that often ends with 75
+        # is the cause itself: the run makes progress without it.
+        is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
+        self._num_short_lives[end.task] = num_short_lives + (is_short and is_cause)
+        now, (saved, reported) = self.clock(), self.progress()
+        if saved > self._best[0] or reported > self._best[1]:
+            self._times.clear()
+            self._best = (max(saved, self._best[0]), max(reported, self._best[1]))
+        while self._times and now - self._times[0][0] > _WINDOW_SECS:
+            self._times.popleft()
+        num_before = len(self._times)
+        if counts and sum(counted for _, counted in self._times) >= self.max_restarts:
+            return None
+        self._times.append((now, counts))
+        self.num_without_progress = num_before + 1
+        num_consecutive = min(10, max(num_before, num_short_lives))
+        delay_secs = _FIRST_DELAY_SECS * 2.0 ** (num_consecutive - 1)
+        return min(_MAX_DELAY_SECS, delay_secs) if num_consecutive else 0.0

@@ -25,9 +25,8 @@ from typing_extensions import override
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import ENDED_AS_ASKED, TaskEnd
-from trainer.local.failures import Resize, write_resize
 from trainer.local.group_rules import Group, Rules, Sightings, Snapshot, next_members
-from trainer.local.launch_report import LaunchReport
+from trainer.local.launch_report import LaunchReport, write_resize
 from trainer.local.membership import Membership, Watcher
 from trainer.local.policy import Activity, FixedPolicy, Step
 from trainer.local.supervisor import Supervisor
@@ -116,8 +115,7 @@ class ElasticPolicy(FixedPolicy):
             addresses = (self.membership.addresses[h] for h in sorted(self._sightings.others))
             raise ClusterError(
                 f"This run already trains on {', '.join(addresses)}, with other code or another "
-                "config. Give this host the same command, config file and version of this program, "
-                "and start it again."
+                "config. Start this host with the same command, config file and program."
             )
         # Launchers with another code or config have records: they may run, or be dead. A task that
         # is started now could connect to theirs, and both would end.
@@ -197,7 +195,8 @@ class ElasticPolicy(FixedPolicy):
             if hosts
         )
         workers, workers_before = (len(hosts - self._rules.servers) for hosts in (members, before))
-        write_resize(self.membership.model_dir, Resize(workers, workers_before, why))
+        run_dir = self.membership.model_dir
+        write_resize(run_dir, workers=workers, workers_before=workers_before, why=why)
 
     def _cluster_of(self, hosts: Sequence[int]) -> Cluster:
         """The cluster of the tasks of `hosts`, in ascending order, as that of this host sees it.

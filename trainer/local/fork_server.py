@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from data.system.linux import become_subreaper, signal_when_parent_ends
 from trainer.local.network_namespace import enter
@@ -45,16 +45,6 @@ _MAX_FDS = 64
 _IMPORT_TIMEOUT_SECS = 300.0  # The imports may read from a slow remote disk.
 _FORK_TIMEOUT_SECS = 10.0
 _POLL_SECS = 0.0005
-
-
-class _Request(NamedTuple):
-    """What a fork must become. The descriptors are sent with it, as ancillary data."""
-
-    target: str
-    name: str
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    fds: Sequence[int]  # The numbers in the fork; the namespaces to enter follow them.
 
 
 @dataclass
@@ -132,7 +122,7 @@ class ForkServer:
 
         Raises OSError if the fork server ended or did not answer, twice, or the fork failed.
         """
-        request = json.dumps(_Request(target, name, list(argv), dict(env), list(fds))).encode()
+        request = json.dumps([target, name, list(argv), dict(env), list(fds)]).encode()
         to_send = [*fds.values(), *namespace]
         try:
             answer = self._ask(request, to_send)
@@ -199,7 +189,7 @@ def _serve(connection: socket.socket, launcher: int) -> Callable[[], object]:
             if intermediate == 0:
                 _fork_for(launcher, connection)
                 connection.close()
-                return _become(_Request(*json.loads(request)), fds)
+                return _become(fds, *json.loads(request))
             os.waitpid(intermediate, 0)
         for fd in fds:
             os.close(fd)
@@ -235,25 +225,35 @@ def _fork_for(launcher: int, connection: socket.socket) -> None:
         os._exit(1)
 
 
-def _become(request: _Request, fds: Sequence[int]) -> Callable[[], object]:
-    """Sets this fork up as a newly executed process; returns the target."""
-    files, namespace = fds[: len(request.fds)], fds[len(request.fds) :]
+def _become(
+    fds: Sequence[int],
+    target: str,
+    name: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    numbers: Sequence[int],
+) -> Callable[[], object]:
+    """Sets this fork up as a newly executed process; returns the function `target`.
+
+    `fds` become `numbers`; the namespaces to enter follow them. The others are as of `spawn`.
+    """
+    files, namespace = fds[: len(numbers)], fds[len(numbers) :]
     # Copies above all numbers in use, so that no dup2 below overwrites a descriptor still needed.
-    above = max([2, *request.fds, *fds]) + 1
+    above = max([2, *numbers, *fds]) + 1
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in files]
     enter(namespace)
     for fd in files:
         os.close(fd)
-    for copy, number in zip(copies, request.fds, strict=True):
+    for copy, number in zip(copies, numbers, strict=True):
         os.dup2(copy, number)
         os.close(copy)
-    os.environ.update(request.env)
+    os.environ.update(env)
     if "numpy" in sys.modules:  # Python's own generator gets a new seed in each fork by itself.
         sys.modules["numpy"].random.seed()
-    Path("/proc/self/comm").write_text(request.name)
-    sys.argv = [request.name, *request.argv]
-    target: Callable[[], object] = pkgutil.resolve_name(request.target)
-    return target
+    Path("/proc/self/comm").write_text(name)
+    sys.argv = [name, *argv]
+    function: Callable[[], object] = pkgutil.resolve_name(target)
+    return function
 
 
 def main() -> None:

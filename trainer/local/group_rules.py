@@ -24,6 +24,7 @@ larger one continues; of two equal parts, the part without the last host.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # A host whose record has not changed for this long is away. Records change about every second.
@@ -76,42 +77,32 @@ class Rules(NamedTuple):
     powers_of_two: bool = False
 
 
+@dataclass
 class Sightings:
-    """The state of all hosts, as one launcher has seen it so far. Only its own clock counts.
+    """The state of all hosts, as one launcher has seen it so far. Only its own clock counts."""
 
-    Attributes:
-        present: The hosts whose launchers run with the code and config of this one.
-        others: The hosts whose launchers run with another code or config.
-        core: The members of the group that can train together now.
-        away_secs: For each member, how long it has not been in `core`.
-        waiting: The present hosts that are not in the group.
-        ready: The waiting hosts that may join without another reason for a change.
-        left: The hosts whose launchers have ended themselves since the first snapshot.
-        is_done: True if a launcher has ended with 0 since the first snapshot: the run is complete.
-    """
+    own: int
+    identity: str = ""  # Of the record of host `own`.
+    saves_regularly: bool = True  # False if there are no checkpoints to wait for.
+    # The hosts whose launchers run: with the code and config of this one, and with another.
+    present: frozenset[int] = frozenset()
+    others: frozenset[int] = frozenset()
+    core: frozenset[int] = frozenset()  # The members of the group that can train together now.
+    away_secs: dict[int, float] = field(default_factory=dict)  # Of members: not in `core`.
+    waiting: frozenset[int] = frozenset()  # The present hosts that are not in the group.
+    ready: frozenset[int] = frozenset()  # Of these, those that may join without another reason.
+    # Since the first snapshot: the hosts whose launchers have ended themselves; and if one of them
+    # has ended with 0, so that the run is complete.
+    left: frozenset[int] = frozenset()
+    is_done: bool = False
 
-    def __init__(self, own: int, *, identity: str = "", saves_regularly: bool = True) -> None:
-        """`identity` is that of the record of host `own`.
-
-        `saves_regularly` is False if there are no checkpoints to wait for.
-        """
-        self.own = own
-        self._identity = identity
-        self._saves_regularly = saves_regularly
+    def __post_init__(self) -> None:
         self._last_time: float | None = None
         self._last_seen: dict[int, tuple[str, int]] = {}
         self._silent_secs: dict[int, float] = {}
         self._have_run: frozenset[int] = frozenset()
         self._asked_at: dict[int, int] = {}  # The saved step when a host asked to join.
         self._links: frozenset[tuple[int, int]] = frozenset()
-        self.present: frozenset[int] = frozenset()
-        self.others: frozenset[int] = frozenset()
-        self.core: frozenset[int] = frozenset()
-        self.away_secs: dict[int, float] = {}
-        self.waiting: frozenset[int] = frozenset()
-        self.ready: frozenset[int] = frozenset()
-        self.left: frozenset[int] = frozenset()
-        self.is_done = False
 
     def update(self, snapshot: Snapshot, group: Group) -> None:
         """Takes a new snapshot into account."""
@@ -139,7 +130,7 @@ class Sightings:
         self.others = frozenset(
             host
             for host, record in snapshot.records.items()
-            if host in running - {self.own} and record.identity != self._identity
+            if host in running - {self.own} and record.identity != self.identity
         )
         self.present = running - self.others
         self._links = frozenset(
@@ -159,7 +150,7 @@ class Sightings:
         self.waiting = self.present - group.members
         trains = self.core == group.members
         for host in self.waiting - self._asked_at.keys():
-            self._asked_at[host] = snapshot.saved_step if trains and self._saves_regularly else -1
+            self._asked_at[host] = snapshot.saved_step if trains and self.saves_regularly else -1
         for host in self._asked_at.keys() - self.waiting:
             del self._asked_at[host]
         self.ready = frozenset(

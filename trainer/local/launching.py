@@ -2,55 +2,50 @@
 
     exit_code = launch(recipe, view)                # --strategy=ps, without TF_CONFIG
     exit_code = supervise(recipe, cluster)          # --max_restarts or --min_workers
+    exit_code = keep_serving(cluster.task, command) # --keep_serving: one chief after another
 
-Both first run the checks in a fork, so that TensorFlow and its memory stay out of this process; in
-this process only if it cannot fork.
+The first two run the checks in a fork, so that TensorFlow and its memory stay out of this process;
+in this process only if it cannot fork.
 """
 
 import contextlib
+import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 from data.system.cores import cpu_groups, num_cores
-from data.system.files import absolute, is_url
+from data.system.files import absolute
 from strategies.cluster.peers import host_of
 from strategies.cluster.tf_config import Cluster, Task
 from trainer import flags
-from trainer.config import ConfigError, Recipe, data_dir
+from trainer.config import ConfigError, Recipe
 from trainer.config_checks import check_replicas
-from trainer.exit_codes import EXIT_RESTART, end_at_once
-from trainer.flags.checks import (
-    check_isolation,
-    check_sizes,
-    metrics_listener,
-    read_shared_settings,
-    serves,
-)
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE, end_at_once
+from trainer.flags import checks, start
 from trainer.flags.continued import print_next
-from trainer.flags.model_dir import is_default_dir, model_dir_of
-from trainer.flags.start import READY, check_before_launch, cluster_here, num_workers
+from trainer.flags.start import READY, cluster_here
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
-from trainer.guards.signals import SignalThread, stop_signals
-from trainer.hooks.tracker_names import reached_over_network
+from trainer.guards.signals import Repetitions, SignalThread, stop_signals
+from trainer.local.deaths import Restarts
 from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.fork_server import ForkServer
 from trainer.local.group_rules import Rules
-from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
-from trainer.local.policy import FixedPolicy
-from trainer.local.resizing import ResizingPolicy, WantedWorkers, run_resizing
-from trainer.local.restarts import Restarts
+from trainer.local.policy import FixedPolicy, ResizingPolicy
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
-from trainer.local.task_process import TaskStarter
+from trainer.local.task_process import TARGET, TaskStarter
 from trainer.run_files import directory_of_logs, point_latest_to, progress_of
 from trainer.run_record.report_upload import uploading_reports
+
+_PAUSE_SECS = 1.0  # Before the next start of a server that is kept, because it may fail at once.
 
 
 def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) -> int:
@@ -58,17 +53,17 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
 
     `view` shows the run in a directory while its context is open.
     """
-    check_isolation(recipe)
     strategy, cluster = flags.STRATEGY.value, cluster_here()
+    network_needed = checks.network_needed(recipe)
     workers = cluster.num("worker")
-    check_sizes(recipe, workers, cluster.num("ps"))
+    checks.check_sizes(recipe, workers, cluster.num("ps"))
     if strategy != "ps":
         check_replicas(recipe.config, flags.REPLICAS.value or workers)
     num_threads = flags.NUM_THREADS.value or max(1, num_cores() // workers)
     cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
-    model_dir = model_dir_of(recipe)
+    model_dir = start.model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
-        if listener := metrics_listener(is_chief=True):
+        if listener := checks.metrics_listener(is_chief=True):
             stack.enter_context(listener)
         forks = _forks(model_dir, stack)
         _tell("checking the config, the data and the model")
@@ -78,7 +73,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         task_argv, namespace = _task_argv(model_dir), None
         if strategy != "mirrored":
             task_argv.append(f"--num_threads={num_threads}")
-            namespace = _namespace(recipe, model_dir)
+            namespace = _namespace(network_needed)
         if cores:
             fewest = min(map(len, cores.values()))
             each = f"at least {fewest} cores" if fewest > 1 else "one core"
@@ -89,12 +84,16 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         starter = TaskStarter(
             task_argv, cores=cores, namespace=namespace, fork_server=forks, listener=listener
         )
-        run = _runner(cluster, starter, model_dir)
-        if is_default_dir():
+        policy = FixedPolicy(cluster, cluster.tasks())
+        if flags.MIN_WORKERS.present:
+            run_dir = directory_of_logs(model_dir).parent
+            policy = ResizingPolicy(cluster, run_dir, least=flags.MIN_WORKERS.value)
+        supervisor = _supervisor(policy, starter, model_dir)
+        if start.is_default_dir():
             point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
         stack.enter_context(view(model_dir))
-        exit_code = run().exit_code
+        exit_code = supervisor.run().exit_code
     if not flags.QUIET.value:
         print_next(exit_code, model_dir)
     return exit_code
@@ -102,12 +101,12 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
 
 def supervise(recipe: Recipe, cluster: Cluster) -> int:
     """Starts, supervises and restarts this host's task of a cluster of several hosts."""
-    check_sizes(recipe, num_workers(cluster), cluster.num("ps"))
-    model_dir = model_dir_of(recipe)
+    checks.check_sizes(recipe, start.num_workers(cluster), cluster.num("ps"))
+    model_dir = start.model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
         forks = _forks(model_dir, stack)
         # A server gets the config from the chief. Of an elastic cluster it may be the next chief.
-        if not serves(cluster) or flags.MIN_WORKERS.present:
+        if not checks.serves(cluster) or flags.MIN_WORKERS.present:
             exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
             if exit_code != READY:
                 return exit_code
@@ -125,7 +124,7 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
                     powers_of_two=recipe.config.virtual_replicas > 0 and not servers,
                 ),
                 # The code, the config and the flags that must be equal on all hosts of a run.
-                identity=str(as_number({**software(), **read_shared_settings(recipe)})),
+                identity=str(as_number({**software(), **checks.read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
             )
             report = run_elastic(_supervisor(policy, starter, model_dir, label), policy)
@@ -140,16 +139,6 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
 
 def _task_argv(model_dir: str) -> list[str]:
     return [*sys.argv[1:], f"--model_dir={absolute(model_dir)}"]
-
-
-def _runner(cluster: Cluster, starter: TaskStarter, model_dir: str) -> Callable[[], LaunchReport]:
-    """Returns a function that runs the cluster on this machine to its end."""
-    if not flags.MIN_WORKERS.present:
-        return _supervisor(FixedPolicy(cluster, cluster.tasks()), starter, model_dir).run
-    run_dir = directory_of_logs(model_dir).parent
-    least, most = flags.MIN_WORKERS.value, cluster.num("worker")
-    policy = ResizingPolicy(cluster, WantedWorkers(run_dir, least=least, most=most))
-    return partial(run_resizing, _supervisor(policy, starter, model_dir), policy)
 
 
 def _supervisor(
@@ -201,15 +190,15 @@ def _run_check_before_launch(
     model_dir: str, recipe: Recipe, forks: ForkServer | None, cluster: Cluster
 ) -> int:
     if forks is None:
-        return check_before_launch(recipe, cluster)
+        return start.check_before_launch(recipe, cluster)
     with ParentWatch() as parent_watch:
         fds = {1: 1, 2: 2, parent_watch.fd: parent_watch.fd}
         try:
-            target = "trainer.__main__:check_before_launch"
             argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
-            child = forks.spawn(target, "preflight", argv, parent_watch.env, fds)
+            env = {**parent_watch.env, start.ONLY_CHECKS: "1"}
+            child = forks.spawn(TARGET, "preflight", argv, env, fds)
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
-            return check_before_launch(recipe, cluster)
+            return start.check_before_launch(recipe, cluster)
 
         received: list[int] = []
 
@@ -273,14 +262,12 @@ def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
     return {}
 
 
-def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
+def _namespace(network_needed: str) -> Namespace | None:
     wanted = flags.ISOLATE.value
-    urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
-    urls += filter(None, [reached_over_network(recipe.config.trackers)])
     if wanted == "off":
         why_not = "--isolate=off"
-    elif wanted == "auto" and urls:
-        why_not = f"{urls[0]} is reached over the network"
+    elif network_needed:
+        why_not = f"{network_needed} is reached over the network"
     else:
         try:
             namespace = open_namespace()
@@ -298,3 +285,46 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
         )
     say(f"not isolated ({why_not}): hosts that reach these ports can run code in tasks.")
     return None
+
+
+def keep_serving(task: Task, command: Sequence[str]) -> int:
+    """Runs `command`, a server of `task`, repeatedly, until a signal ends this process.
+
+    The server runs in a child process, so no memory of one training is left in the next. Its chief
+    ends it when the training is done; if that chief was killed, the next one does.
+
+    Returns 75 after a signal, or the exit code after bad usage or a bug, which would happen again.
+    The first signal goes to the server, which has its chief save and end. A second signal, or any
+    while no server runs, ends this process and its server at once.
+    """
+    signals: list[int] = []
+    server: subprocess.Popen[bytes] | None = None
+    repetitions = Repetitions()
+
+    def on_signal(signum: int) -> None:
+        if repetitions.includes_now(signum):
+            return
+        signals.append(signum)
+        running = server  # Read once, because the main thread changes it.
+        if running is None or len(signals) > 1:
+            # The server ends, too: it watches this process.
+            name = signal.Signals(signum).name
+            with contextlib.suppress(OSError):  # Nobody may read it.
+                os.write(2, f"{name}: {task} and its server end at once.\n".encode())
+            os._exit(EXIT_RESTART)
+        running.send_signal(signum)
+
+    with SignalThread(stop_signals(), on_signal):
+        while True:
+            with ParentWatch() as parent_watch:
+                server = parent_watch.start(command)
+                code = server.wait()
+                server = None
+            if signals:
+                return EXIT_RESTART
+            if code in (EXIT_USAGE, EXIT_BUG):
+                return code
+            time.sleep(_PAUSE_SECS)
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            what = f"the server died: {how}" if code else "the chief is done"
+            say(f"{task}: {what}; starting a server for the next chief")

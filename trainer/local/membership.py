@@ -27,6 +27,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -144,6 +145,7 @@ class Membership:
         return self._directory / f"host-{host}.json"
 
 
+@dataclass
 class Watcher:
     """A thread that writes this host's record, and reads all records, about every second.
 
@@ -151,17 +153,11 @@ class Watcher:
     others consider this host away.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        on_snapshot: Callable[[Snapshot], None],
-        *,
-        identity: str = "",
-    ) -> None:
-        """`on_snapshot` is called on the thread; `identity` goes into the record."""
-        self._membership = membership
-        self._identity = identity
-        self._on_snapshot = on_snapshot
+    membership: Membership
+    on_snapshot: Callable[[Snapshot], None]  # Called on the thread.
+    identity: str = ""  # For the record.
+
+    def __post_init__(self) -> None:
         self._start = os.urandom(8).hex()
         self._beat = 0
         self._reaches: frozenset[int] = frozenset()
@@ -186,8 +182,8 @@ class Watcher:
 
     def _write(self, ended: int | None = None) -> HostRecord:
         self._beat += 1
-        record = HostRecord(self._start, self._beat, self._reaches, ended, self._identity)
-        self._membership.write(record)
+        record = HostRecord(self._start, self._beat, self._reaches, ended, self.identity)
+        self.membership.write(record)
         return record
 
     def _watch(self) -> None:
@@ -202,11 +198,11 @@ class Watcher:
                             return
                         own = self._write()
                     records: Mapping[int, HostRecord] = {
-                        **self._membership.records(),
-                        self._membership.own: own,
+                        **self.membership.records(),
+                        self.membership.own: own,
                     }
-                    saved, _ = progress_of(str(self._membership.model_dir))
-                    self._on_snapshot(Snapshot(now, records, saved))
+                    saved, _ = progress_of(str(self.membership.model_dir))
+                    self.on_snapshot(Snapshot(now, records, saved))
                     failure = ""
                 except OSError as error:
                     if str(error) != failure:
@@ -215,7 +211,7 @@ class Watcher:
                 self._is_over.wait(_POLL_SECS)
 
     def _reached(self, pool: concurrent.futures.ThreadPoolExecutor) -> frozenset[int]:
-        own, addresses = self._membership.own, self._membership.addresses
+        own, addresses = self.membership.own, self.membership.addresses
         others = [host for host in range(len(addresses)) if host != own]
         found = pool.map(is_reachable, (addresses[host] for host in others))
         return frozenset(host for host, answers in zip(others, found, strict=True) if answers)

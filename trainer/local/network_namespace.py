@@ -14,6 +14,7 @@ makes a namespace, or enters one and then executes another program. Open descrip
 namespace alive, not a process: it ends with the last descriptor and the last task.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -22,11 +23,11 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _SET_FLAGS, _IS_UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP
+_FIRST_PORT = 10_000  # The kernel's range for outgoing connections begins at 32,768.
 # -I -S: it needs only the standard library, and starts faster without the search for more.
 _PROGRAM = (sys.executable, "-I", "-S", os.path.abspath(__file__))
 
@@ -35,15 +36,12 @@ class IsolationError(OSError):
     """This user cannot make a network namespace on this machine; the message says why."""
 
 
-class Namespace:
+class Namespace(contextlib.AbstractContextManager["Namespace"]):
     """A network namespace. A process that enters it must inherit `fds`."""
 
     def __init__(self, fds: Iterable[int]) -> None:
         """Owns `fds`: of the user namespace, if there is one, then of the network namespace."""
         self.fds = tuple(fds)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         for fd in self.fds:
@@ -53,15 +51,10 @@ class Namespace:
         """A command that enters the namespace and then executes `command` in the same process."""
         return [*_PROGRAM, "enter", ",".join(map(str, self.fds)), *command]
 
-    def free_ports(self, num_ports: int) -> list[int]:
-        """Returns what strategies.cluster.ports.free_ports returns inside the namespace."""
-        from trainer.program import python_command  # Not above: this file runs alone, too.
-
-        program = (
-            f"from strategies.cluster.ports import free_ports; print(*free_ports({num_ports}))"
-        )
-        command = self.command(python_command("-c", program))
-        return [int(port) for port in subprocess.check_output(command, pass_fds=self.fds).split()]
+    @staticmethod
+    def free_ports(num_ports: int) -> list[int]:
+        """Ports for tasks inside a new namespace: all are free, and connections take later ones."""
+        return list(range(_FIRST_PORT, _FIRST_PORT + num_ports))
 
 
 def open_namespace() -> Namespace:

@@ -25,6 +25,7 @@ No process is left when `run` returns: process groups are killed by their id. If
 is killed, a socket that it held closes, and the tasks end (trainer/guards/parent_watch.py).
 """
 
+import math
 import queue
 import sched
 import signal
@@ -38,20 +39,10 @@ from pathlib import Path
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
 from trainer.guards.signals import Repetitions, SignalThread, stop_signals
-from trainer.local.deaths import (
-    Action,
-    RunState,
-    TaskEnd,
-    decide,
-    decide_loss,
-    failure_of,
-    is_chief_done,
-    mark_survived,
-)
-from trainer.local.failures import FailureLog, print_failure
-from trainer.local.launch_report import LaunchReport, Restart, print_summary, write_restart
+from trainer.local import deaths, launch_report
+from trainer.local.deaths import Action, Restarts, TaskEnd
+from trainer.local.launch_report import LaunchReport
 from trainer.local.policy import Activity, FixedPolicy, Step
-from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
 from trainer.local.task_process import TaskProcess, TaskStarter
 from trainer.run_files import directory_of_logs
@@ -61,8 +52,8 @@ _SHUTDOWN_GRACE_SECS = 10.0  # From the chief's exit with 0 to SIGTERM for tasks
 _SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for servers.
 _CHIEF_FOLLOWS_SECS = 1.0  # From a ps worker's 75 to the chief's, if the chief ended the worker.
 _LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
-_POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times in each stall time-out.
-_FOLLOW_SECS = 1.0  # Between two looks at what other hosts have written.
+_POLL_SECS = 1.0  # Between two looks at heartbeats, and at what others have written.
+_POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times or more in each stall time-out.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
 _DONE_SECS = 10.0  # From Step.DONE to SIGTERM for a task that waits for others.
 
@@ -86,7 +77,7 @@ class Supervisor:
         self._chief = cluster.chief
         self._has_ps = cluster.num("ps") > 0
         run_dir = self._logs.directory.parent
-        self._failures = FailureLog(run_dir, self.host) if self.host else None
+        self._failures = launch_report.FailureLog(run_dir, self.host) if self.host else None
         self._exit_of_others = 0
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._running: dict[Task, TaskProcess] = {}
@@ -94,7 +85,7 @@ class Supervisor:
         self._num_starts: Counter[Task] = Counter()
         self._restarted_alone: set[Task] = set()
         self._ends: list[TaskEnd] = []
-        self._restarts: list[Restart] = []
+        self._restarts: list[launch_report.Restart] = []
         # While tasks are being ended for a restart of all: its cause, and its earliest time.
         self._restart_of_all: tuple[TaskEnd, float] | None = None
         self._keeps_servers = False  # In that restart.
@@ -110,10 +101,7 @@ class Supervisor:
         with SignalThread(stop_signals(), self._on_signal):
             try:
                 self._do(Step.START)
-                if self.stall_timeout_secs:
-                    self._kill_unresponsive()
-                if self._failures:
-                    self._follow_failures(self._failures)
+                self._poll()
                 while (
                     self._running
                     or self._planned(self._start_again, self._on_loss)
@@ -124,9 +112,10 @@ class Supervisor:
                 for process in self._running.values():
                     process.send(signal.SIGKILL)
                     process.reap()
+                self._logs.close()
         is_stopped = self._num_stops > 0
         report = LaunchReport(self._ends, self._restarts, is_stopped, self._exit_of_others)
-        print_summary(report, self._logs)
+        launch_report.print_summary(report, self._logs)
         return report
 
     def ask(self, decide: Callable[[Activity], Step]) -> None:
@@ -161,7 +150,7 @@ class Supervisor:
             self._running[task] = TaskProcess(
                 self.starter,
                 self.policy.clusters[task],
-                self._logs.open(task),
+                self._logs,
                 lambda process: self._events.put(partial(self._on_exit, process)),
                 is_shown=task == self._chief or bool(self.host),
                 host=self.host,
@@ -181,27 +170,33 @@ class Supervisor:
             handle = partial(self._plans.run, blocking=False)
         handle()
 
-    def _follow_failures(self, failures: FailureLog) -> None:
+    def _poll(self) -> None:
+        """Looks, from now on regularly, at what no event reports."""
+        self._kill_unresponsive()
+        self._follow_failures()
+        self._do(self.policy.look(self._activity()))
+        stall_secs = self.stall_timeout_secs or math.inf
+        self._plans.enter(min(_POLL_SECS, stall_secs / _POLLS_PER_TIMEOUT), 0, self._poll)
+
+    def _follow_failures(self) -> None:
         """Prints why tasks of other hosts ended; ends the run if one of these failures says so."""
-        for failure in failures.new_of_others():
+        for failure in self._failures.new_of_others() if self._failures else ():
             if self._chief in self.policy.clusters or failure.ends_run:
-                print_failure(failure)
+                launch_report.print_failure(failure)
             if failure.ends_run and not self._is_ending:
                 (own,) = self.policy.clusters
                 say(f"It is not restarted. So this host ends {own}, too.")
                 self._exit_of_others = failure.exit_of_others
                 self._end_run()
-        self._plans.enter(_FOLLOW_SECS, 0, self._follow_failures, (failures,))
 
     def _kill_unresponsive(self) -> None:
         for process in self._running.values():
             silent_secs = process.watch.silent_secs()
-            if silent_secs > self.stall_timeout_secs and not process.unresponsive:
+            if 0 < self.stall_timeout_secs < silent_secs and not process.unresponsive:
                 process.unresponsive = (
                     f"unresponsive for {silent_secs:.0f} s (--stall_timeout_secs)"
                 )
                 process.send(signal.SIGKILL)
-        self._plans.enter(self.stall_timeout_secs / _POLLS_PER_TIMEOUT, 0, self._kill_unresponsive)
 
     def _on_stop(self, signum: signal.Signals) -> None:
         self._num_stops += 1
@@ -241,14 +236,14 @@ class Supervisor:
             pid=process.pid,
             exit_code=code,
             seconds=process.seconds(),
-            failure=failure_of(
+            failure=deaths.failure_of(
                 code, process.unresponsive, process.end_reason, is_stopped=is_stopped
             ),
             was_overdue=bool(process.end_reason),
             last_lines=tuple(process.tail),
         )
         self._ends.append(end)
-        match decide(end, self._state(end)):
+        match deaths.decide(end, self._state(end)):
             case Action.FINISH:
                 self._finish()
             case Action.ABORT:
@@ -260,7 +255,7 @@ class Supervisor:
             case Action.NONE:
                 pass
             case Action.IGNORE:
-                mark_survived([end])
+                deaths.mark_survived([end])
             case Action.WAIT:
                 self._plans.enter(_CHIEF_FOLLOWS_SECS, 0, self._on_loss, (end,))
             case _:
@@ -268,7 +263,7 @@ class Supervisor:
 
     def _on_loss(self, end: TaskEnd) -> None:
         state = self._state(end)
-        action = decide_loss(end, state)
+        action = deaths.decide_loss(end, state)
         if action in (Action.RESTART_TASK, Action.RESTART_ALL):
             delay_secs = self.restarts.next_delay_secs(end, counts=self.policy.counts(end))
             if delay_secs is not None:
@@ -277,12 +272,11 @@ class Supervisor:
                 return
             say(
                 f"{end.death}. It is not restarted: {self.restarts.max_restarts} restarts within "
-                "10 minutes (--max_restarts) have brought neither a new checkpoint nor a later "
-                "step."
+                "10 minutes (--max_restarts) brought neither a new checkpoint nor a later step."
             )
-            action = decide_loss(end, state._replace(may_restart=False))
+            action = deaths.decide_loss(end, state._replace(may_restart=False))
         if action is Action.CONTINUE:
-            mark_survived([end])
+            deaths.mark_survived([end])
             say(f"{end.death}. The other workers continue without it.")
         else:
             self._write_failure(end, ends_run=True)
@@ -292,9 +286,9 @@ class Supervisor:
         if self._failures and end.failure and not self._is_ending:
             self._failures.write(end, ends_run=ends_run and self.policy.ends_all_hosts(end))
 
-    def _state(self, end: TaskEnd) -> RunState:
-        return RunState(
-            is_chief_done=is_chief_done(self._ends),
+    def _state(self, end: TaskEnd) -> deaths.RunState:
+        return deaths.RunState(
+            is_chief_done=deaths.is_chief_done(self._ends),
             is_ending=self._is_ending,
             restart_cause=self._restart_of_all[0].exit_code if self._restart_of_all else None,
             has_other_workers=any(other.job == end.task.job for other in self._running),
@@ -304,7 +298,7 @@ class Supervisor:
     def _finish(self) -> None:
         self._start_nothing_more()
         # The run did without these tasks, or they died when it did not need them any more.
-        mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
+        deaths.mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
         # A task that was just restarted may wait for a chief that it has never seen.
         late = [task for task in self._restarted_alone if task in self._running]
         self._end(late, _SERVERS_ALONE_SECS, signal.SIGKILL)
@@ -332,7 +326,7 @@ class Supervisor:
         when = f"in {delay_secs:g} s" if delay_secs else "now"
         say(f"{cause.death}. Restarting {what} {when}.")
         if is_alone:
-            mark_survived([cause])
+            deaths.mark_survived([cause])
             self._restarted_alone.add(cause.task)
             self._plans.enter(delay_secs, 0, self._start_again, (cause, [cause.task]))
             return
@@ -360,20 +354,20 @@ class Supervisor:
                 return
         cause, when = self._restart_of_all
         self._forget_plans()
-        mark_survived(self._ends)
+        deaths.mark_survived(self._ends)
         ended = [task for task in self.policy.clusters if task not in self._running]
         self._plans.enterabs(when, 0, self._start_again, (cause, ended))
 
     def _start_again(self, cause: TaskEnd, tasks: Collection[Task]) -> None:
         if tasks := self.policy.to_start(tasks):
-            self._restarts.append(Restart(cause, tuple(tasks), now()))
-            write_restart(self._restarts[-1], self._logs)
+            self._restarts.append(launch_report.Restart(cause, tuple(tasks), now()))
+            launch_report.write_restart(self._restarts[-1], self._logs)
             self._start(tasks)
 
     def _forget_plans(self) -> None:
         """Drops all plans before a restart of all tasks: they were for the old processes."""
         for plan in self._plans.queue:
-            if plan.action not in (self._kill_unresponsive, self._follow_failures):
+            if plan.action != self._poll:
                 self._plans.cancel(plan)
         self._restarted_alone.clear()
         self._restart_of_all = None

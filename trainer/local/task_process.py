@@ -1,7 +1,7 @@
 """One task of a local cluster as a process: its output, its log, its end.
 
 starter = TaskStarter([f"--model_dir={model_dir}"], fork_server=fork_server)
-process = TaskProcess(starter, cluster, log, ended.put, is_shown=True, start=1)
+process = TaskProcess(starter, cluster, logs, ended.put, is_shown=True, start=1)
 process.send(signal.SIGTERM)
 exit_code = ended.get().reap()
 """
@@ -29,7 +29,7 @@ from trainer.guards.parent_watch import ParentWatch
 from trainer.hooks.terminal import progress_in, terminal_env
 from trainer.local.fork_server import Fork, ForkServer
 from trainer.local.network_namespace import Namespace
-from trainer.local.task_logs import TaskLog, now, say
+from trainer.local.task_logs import TaskLogs, now, say
 from trainer.program import python_command
 
 _TAIL_LINES = 40
@@ -111,7 +111,7 @@ class TaskProcess:
         self,
         starter: TaskStarter,
         cluster: Cluster,
-        log: TaskLog,
+        logs: TaskLogs,
         on_exit: "Callable[[TaskProcess], None]",
         *,
         is_shown: bool,
@@ -120,7 +120,7 @@ class TaskProcess:
     ) -> None:
         """Starts the task of `cluster`, for the `start`th time.
 
-        Its output is appended to `log`, and, if `is_shown`, copied to standard output, each line
+        Its output is appended to its log, and, if `is_shown`, copied to standard output, each line
         after the `host`, if given. A thread calls `on_exit` when the process has ended.
 
         Raises OSError if the process could not be made.
@@ -133,7 +133,7 @@ class TaskProcess:
         self._is_shown = is_shown
         self._prefix = f"[{host}] " if host else ""
         self._on_exit = on_exit
-        self._log = log
+        self._logs, self._log = logs, logs.path(cluster.task)
         self._started = time.monotonic()
         read, write = os.pipe()
         try:
@@ -148,7 +148,7 @@ class TaskProcess:
         self._pipe = os.fdopen(read, "rb")
         where = f" on {host}" if host else ""
         begin = f"=== {self.task}{where}, start {start}, process {self.pid}, {now()}\n"
-        self._log.write(begin.encode(), begins_line=True)
+        logs.write(self._log, begin.encode(), begins_line=True)
         self._output = threading.Thread(target=self._copy_output, daemon=True)
         self._exit = threading.Thread(target=self._await_exit, daemon=True)
         self._output.start()
@@ -185,13 +185,13 @@ class TaskProcess:
         self._on_exit(self)
 
     def _copy_output(self) -> None:
-        with contextlib.closing(self._log), self._pipe:
+        with self._pipe:
             for line in self._pipe:
                 text = line.decode(errors="replace")
                 if progress_in(text) is None:
                     self.tail.append(text)
                     # An error here must not end this loop: a task blocks when its pipe is full.
-                    self._log.write(line)
+                    self._logs.write(self._log, line)
                 is_repeated = self.end_reason is not None and _ASKED in text
                 if self._is_shown and not is_repeated and not _REPEATED.search(text):
                     say(self._prefix + text, sys.stdout, end="")

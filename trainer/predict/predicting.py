@@ -125,57 +125,36 @@ def _source(
         raise DataError(
             f"--input={path} and --split or --data_dir={given[0]} both say what is read. Leave one."
         )
-    if loaded.run:
-        return _source_of_run(loaded, path, split, data_dir)
-    if path is None and data_dir is None:
+    if not loaded.run and path is None and data_dir is None:
         raise DataError(
             f"{model} belongs to no run, so the examples must be given: --input=FILE_OR_FOLDER, or "
             "--data_dir=DIR with --split."
         )
-    if path is None or is_records(path):
-        directory = data_dir or path.rpartition("/")[0] or "."  # type: ignore[union-attr]
-        features = read_features(directory)
+    features: Features | None
+    labels: list[str] = []
+    describes_classes = True
+    if loaded.run:
+        document = RunFiles(loaded.run).read_config()
+        recipe = recipe_of_run(document)
+        directory, split = data_dir or document["data_dir"], split or recipe.config.data.eval_split
+        parse = parse_of(recipe, directory, loaded.declared)
+        features = read_features(directory) if exists(join(directory, "features.json")) else None
+        labels = [recipe.config.data.label]
+    else:
+        directory, split = data_dir or (path or "").rpartition("/")[0] or ".", split or "test"
+        if path is None or is_records(path):
+            features = read_features(directory)
+        else:
+            features, describes_classes = _features_of_file(path, loaded), False
         parse = default_parse(features, declared=loaded.declared)
-        return _with_classes(parse, features, directory, _records(path, directory, split or "test"))
-    features = _features_of_file(path, loaded)
-    parse = default_parse(features, declared=loaded.declared)
-    records = records_of(path, features, list(parse.columns), [_LABEL])
-    return _Source(records, parse, (), has_classes=False)
-
-
-def _source_of_run(
-    loaded: Loaded, path: str | None, split: str | None, data_dir: str | None
-) -> _Source:
-    document = RunFiles(loaded.run).read_config()
-    recipe = recipe_of_run(document)
-    directory = data_dir or document["data_dir"]
-    parse = parse_of(recipe, directory, loaded.declared)
-    features = read_features(directory) if exists(join(directory, "features.json")) else None
-    # Without features, `records_of` refuses other files than those of records.
-    if path is None or is_records(path) or features is None:
-        records = _records(path, directory, split or recipe.config.data.eval_split)
-        return _with_classes(parse, features, directory, records)
-    needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features)
-    labels = [name for name in needed if features[name].kind == "label"]
-    labels += [recipe.config.data.label] if recipe.config.data.label else []
-    records = records_of(path, features, needed, labels)
-    return _with_classes(parse, features, directory, records)
-
-
-def _records(path: str | None, directory: str, split: str) -> Iterator[tuple[About, bytes]]:
-    if path is not None:
-        yield from records_of(path, None, (), ())
-        return
-    for batch in readable(batched_records(open_split(directory, split), _BATCH)):
-        for record in batch:
-            yield {}, record
-
-
-def _with_classes(
-    parse: Parse, features: Features | None, directory: str, records: Iterator[tuple[About, bytes]]
-) -> _Source:
-    """The source of records whose label, and the names of its classes, `features` describe."""
-    used = labels_used(features, parse) if features else []
+    if path is None:
+        batches = readable(batched_records(open_split(directory, split), _BATCH))
+        records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
+    else:  # Without features, `records_of` refuses other files than those of records.
+        needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())
+        labels += [name for name in needed if features and features[name].kind == "label"]
+        records = records_of(path, features, needed, labels)
+    used = labels_used(features, parse) if features and describes_classes else []
     names = class_names(directory, used[0]) if len(used) == 1 else []
     return _Source(records, parse, names, has_classes=features is None or bool(used))
 
