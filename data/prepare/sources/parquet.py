@@ -23,7 +23,7 @@ from data.tfrecord.shard_names import word_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from data.prepare.sources.arrow_tables import Chunk
+    from data.prepare.sources.arrow_tables import ArrowChunk
 
 SUFFIXES = (".parquet", ".parq", ".pq")
 _OF_TEXT = (".csv", ".tsv", ".txt")
@@ -127,12 +127,12 @@ def _partition_types(partitions: Mapping[str, Partition]) -> dict[str, "pa.DataT
 
 def _chunks(
     path: str, partition: Partition, types: Mapping[str, "pa.DataType"]
-) -> "Iterator[Chunk]":
+) -> "Iterator[ArrowChunk]":
     """The row groups of a file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from data.prepare.sources.arrow_tables import Chunk
+    from data.prepare.sources.arrow_tables import ArrowChunk
 
     try:
         with pq.ParquetFile(path) as file:
@@ -160,7 +160,7 @@ def _chunks(
             row_bytes = max(1, found.total_byte_size // found.num_rows)
             rows = max(1, min(_FIRST_ROWS, _BATCH_BYTES // row_bytes))
             read = functools.partial(_read, path, group, rows, constants)
-            yield Chunk(path, first, found.num_rows, schema, read)
+            yield ArrowChunk(path, first, found.num_rows, schema, read)
         first += found.num_rows
 
 

@@ -83,7 +83,7 @@ class _RowFile:
 def source(name: str, target: str, options: Options) -> Source:
     """The columns that function `target`, FILE.py:FUNCTION, returns, as features."""
     import_extra("pyarrow", "parquet", f"The data set python:{name}")
-    from data.prepare.sources.arrow_tables import Chunk, arrow_source
+    from data.prepare.sources.arrow_tables import ArrowChunk, arrow_source
 
     file, _, function = target.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
@@ -109,7 +109,7 @@ def source(name: str, target: str, options: Options) -> Source:
     else:
         with progress(target, None) as report:
             found = in_processes(work, parts, report, name=f"--source={target}")
-    tables: dict[str, list[Chunk]] = {}
+    tables: dict[str, list[ArrowChunk]] = {}
     starts: collections.Counter[str] = collections.Counter()  # By split: the rows before.
     for number, splits in enumerate(found):
         row_file = row_files[max(start for start in row_files if start <= number)]
@@ -118,7 +118,7 @@ def source(name: str, target: str, options: Options) -> Source:
             for piece in pieces:
                 read = functools.partial(row_file.read, piece)
                 where = _where(target, split)
-                chunks.append(Chunk(where, starts[split], piece.num_rows, piece.schema, read))
+                chunks.append(ArrowChunk(where, starts[split], piece.num_rows, piece.schema, read))
                 starts[split] += piece.num_rows
     if "" in tables and len(tables) > 1:
         raise DataError(f"{target} returns splits for some parts only. Return them for all.")
