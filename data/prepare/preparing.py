@@ -7,19 +7,22 @@ Several processes may call these functions at the same moment: one writes, the o
 """
 
 import contextlib
+import datetime
+import fnmatch
 import functools
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from data.prepare import origin, writing
-from data.prepare.catalog import bare_name, check, open_source
+from data.prepare import writing
+from data.prepare.catalog import bare_name, check, files_read, open_source
 from data.prepare.progress import progress
-from data.prepare.sources import Options, Source, rewrite
+from data.prepare.sources import Options, Source, is_ignored, rewrite
 from data.system import files, object_store
 from data.system.cores import num_cores
 from data.system.files import DataError
@@ -28,11 +31,13 @@ from data.system.scratch import scratch_dir
 from data.tfrecord.crc import FRAME_BYTES
 
 _INFO = "dataset_info.json"  # Marks a directory as complete.
+_ORIGIN = "source.json"  # What a data set was made from.
 _SHARD_BYTES = 128 << 20
 _MAX_PROCESSES = 8
 _SHOWN_CHANGES = 5
 # Never a command that removes the directory: it may hold files that this program did not write.
 _GIVE_ANOTHER = "Give another directory: --data_dir=DIR."
+_Origin: TypeAlias = Mapping[str, Any]  # A JSON object: "options" and "files".
 
 
 def prepare(
@@ -75,10 +80,10 @@ def prepare(
 
     def make_source() -> Source:
         # Before it is read: what changes meanwhile differs from this afterwards.
-        now = origin.origin(name, given, source, data_dir)
+        now = _origin(name, given, source, data_dir)
         opened = open_source(name, source, given)
         text = json.dumps(now, indent=2) + "\n"
-        return opened._replace(files={**opened.files, origin.FILE_NAME: text})
+        return opened._replace(files={**opened.files, _ORIGIN: text})
 
     write_new(data_dir, name, make_source, is_done, former=bare_name(name) if overwrite else "")
 
@@ -178,24 +183,88 @@ def _is_prepared(name: str, data_dir: str, source: str | None, options: Options)
 def _check_origin(name: str, data_dir: str, source: str | None, options: Options | None) -> None:
     """Raises DataError if the data set in `data_dir` was made from other files or options."""
     try:
-        then = json.loads(files.read_text(files.join(data_dir, origin.FILE_NAME)))
+        then = json.loads(files.read_text(files.join(data_dir, _ORIGIN)))
         then = {"options": dict(then["options"]), "files": dict(then["files"])}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return  # Of another program, or of a former version: nothing is known.
     if name == "rewrite" and (source is None or not files.exists(source)):
         return
-    now = dict(origin.origin(name, options or Options(), source, data_dir))
+    now = dict(_origin(name, options or Options(), source, data_dir))
     if options is None:
         now["options"] = then["options"]
     if source is None:
         now["files"] = then["files"]
-    if changed := origin.changes(then, now):
+    if changed := _changes(then, now):
         more = f"; and {len(changed) - _SHOWN_CHANGES} more" * (len(changed) > _SHOWN_CHANGES)
         raise DataError(
             f"{data_dir} holds {name}, but not of this source and these options: "
             f"{'; '.join(changed[:_SHOWN_CHANGES])}{more}. Add --overwrite to write it again; or, "
             f"to keep it, give the former options and leave --source out. {_GIVE_ANOTHER}"
         )
+
+
+def _origin(name: str, options: Options, source: str | None, data_dir: str) -> _Origin:
+    """Describes the options, and the number, size and last change of the files in `source`.
+
+    These are the files and directories directly in directory `source` that data set `name` reads; a
+    directory has the total of all files below it. `data_dir` may be below it, and is left out. If
+    `source` is no directory, it is one file; if it is None, there are no files.
+    """
+    found: dict[str, list[int]] = {}
+    if source is not None and not files.is_dir(source):
+        is_function = name.startswith("python:")  # FILE.py:FUNCTION
+        file = source.rpartition(":")[0] if is_function else source
+        found[os.path.basename(source)] = [1, *files.stamp(file or source)]
+    elif source is not None:
+        patterns = files_read(name, options)
+        for entry in sorted(files.names_in(source)):
+            path = files.join(source, entry)
+            if any(fnmatch.fnmatch(entry.lower(), pattern.lower()) for pattern in patterns):
+                stamps = list(_stamps(path, data_dir))
+                if stamps:
+                    num_bytes, times = map(list, zip(*stamps, strict=True))
+                    found[entry] = [len(stamps), sum(num_bytes), max(times)]
+    return {"options": options.complete(), "files": found}
+
+
+def _changes(then: _Origin, now: _Origin) -> list[str]:
+    """What differs, one text for each file and option."""
+    differences = [
+        f"--{name} was {then['options'].get(name)}, and is now {value}"
+        for name, value in now["options"].items()
+        if then["options"].get(name) != value
+    ]
+    for name in sorted(then["files"].keys() | now["files"].keys()):
+        before, after = (_describe(side["files"].get(name)) for side in (then, now))
+        if before != after:
+            differences.append(f"{name} was {before}, and is now {after}")
+    return differences
+
+
+def _stamps(path: str, data_dir: str) -> Iterator[tuple[int, int]]:
+    if is_ignored(os.path.basename(path)) or files.absolute(path) == data_dir:
+        return
+    if files.is_url(path) or not os.path.isdir(path):
+        yield files.stamp(path)
+        return
+    for directory, directories, names in os.walk(path):
+        directories[:] = [
+            name
+            for name in directories
+            if not is_ignored(name) and files.absolute(os.path.join(directory, name)) != data_dir
+        ]
+        for name in names:
+            if not is_ignored(name):
+                yield files.stamp(os.path.join(directory, name))
+
+
+def _describe(entry: Sequence[int] | None) -> str:
+    if entry is None:
+        return "missing"
+    count, num_bytes, time_ns = entry
+    seconds, nanoseconds = divmod(time_ns, 10**9)
+    time = datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return f"{count:,} file(s) of {num_bytes:,} bytes, changed {time}.{nanoseconds:09}"
 
 
 def _files_of_former(name: str, data_dir: str) -> list[str]:

@@ -40,7 +40,7 @@ class _Kind(NamedTuple):
     directory: str  # To which the archive unpacks.
 
 
-KINDS = {
+_KINDS = {
     "cifar10": _Kind(
         {"label": _Label(10, "batches.meta.txt")},
         {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]},
@@ -64,7 +64,7 @@ def source(name: str, path: str, options: Options) -> Source:
 
     CIFAR-100 has a `label` (100 classes) and a `coarse_label` (20).
     """
-    kind = KINDS[name]
+    kind = _KINDS[name]
     is_partial = bool(options.allow_partial)
     where = _find(name, kind, path, is_partial)
     load = functools.partial(_batch, len(kind.labels), is_partial)

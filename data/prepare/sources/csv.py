@@ -27,7 +27,7 @@ from data.prepare.sources.columns import (
     declared_types,
     missing_of,
 )
-from data.prepare.sources.csv_files import Layout, layout_of, lines
+from data.prepare.sources.csv_files import SUFFIXES, Layout, layout_of, lines
 from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import Batch, Chunk, common_columns, split_files
 from data.prepare.sources.typed_tables import read_all, typed_source
@@ -35,7 +35,6 @@ from data.system.files import DataError
 from data.tfrecord.example_blocks import Values, fixed, texts
 from data.tfrecord.examples import PADDING
 
-SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 _BATCH_ROWS = 256
 
 

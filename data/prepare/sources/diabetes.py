@@ -4,11 +4,11 @@ Efron, Hastie, Johnstone, Tibshirani, "Least Angle Regression" (2004). No downlo
 """
 
 import numpy as np
+from sklearn.datasets import load_diabetes
 
 from data.prepare.sources import Options, Source
 from data.prepare.sources.examples import scalar
 from data.prepare.sources.tables import Chunk, TableColumn, table_source
-from data.system.extras import import_extra
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -16,7 +16,7 @@ def source(name: str, path: str, options: Options) -> Source:
 
     Each column of numbers has mean 0 and a sum of squares of 1.
     """
-    found = import_extra("sklearn.datasets", "samples", "The data set diabetes").load_diabetes()
+    found = load_diabetes()
     columns = dict(
         zip([*found.feature_names, "target"], [*found.data.T, found.target], strict=True)
     )

@@ -19,17 +19,17 @@ import tempfile
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import pyarrow as pa
 
 from data.prepare.processes import in_processes
 from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, split_named
+from data.prepare.sources.arrow_tables import ArrowChunk, arrow_source
+from data.prepare.sources.python_rows import batches
 from data.system.errors import TrainerError, reason_lines
-from data.system.extras import import_extra
 from data.system.files import DataError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 NUM_SHARDS = 16
 _PARAMETERS = {"shard", "num_shards"}
@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
     offset: int
     num_bytes: int
     num_rows: int
-    schema: "pa.Schema"
+    schema: pa.Schema
 
 
 _PiecesBySplit = Mapping[str, Sequence[_Piece]]  # Of each split, also of one without rows.
@@ -57,9 +57,7 @@ class _RowFile:
         weakref.finalize(self, os.close, self._descriptor)
         self._num_bytes = 0
 
-    def append(self, batch: "pa.RecordBatch") -> _Piece:
-        import pyarrow as pa
-
+    def append(self, batch: pa.RecordBatch) -> _Piece:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -70,9 +68,7 @@ class _RowFile:
             self._num_bytes += os.pwrite(self._descriptor, rest, self._num_bytes)
         return _Piece(offset, len(content), len(batch), batch.schema)
 
-    def read(self, piece: _Piece, columns: Sequence[str]) -> "Iterator[pa.RecordBatch]":
-        import pyarrow as pa
-
+    def read(self, piece: _Piece, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         content = bytearray()
         while rest := piece.num_bytes - len(content):  # Linux reads 2 GiB at once, at most.
             content += os.pread(self._descriptor, rest, piece.offset + len(content))
@@ -82,9 +78,6 @@ class _RowFile:
 
 def source(name: str, target: str, options: Options) -> Source:
     """The columns that function `target`, FILE.py:FUNCTION, returns, as features."""
-    import_extra("pyarrow", "parquet", f"The data set python:{name}")
-    from data.prepare.sources.arrow_tables import ArrowChunk, arrow_source
-
     file, _, function = target.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise DataError(
@@ -131,8 +124,6 @@ def _called(
     target: str, part: range, row_file: _RowFile, count_one: Callable[[], None]
 ) -> list[_PiecesBySplit]:
     """Calls the function for each shard of `part`; writes the rows; returns the pieces of each."""
-    from data.prepare.sources.python_rows import batches
-
     file, _, name = target.rpartition(":")
     file = os.path.abspath(file)
     sys.path.insert(0, os.path.dirname(file))
