@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from data import inspect
 from data.prepare import writing
-from data.prepare.preparing import prepare
-from data.prepare.repairing import repair
+from data.prepare.preparing import prepare, repair
 from data.prepare.sources import Options
 from data.system import files
 from data.tfrecord import damage

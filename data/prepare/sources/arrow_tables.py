@@ -1,6 +1,6 @@
 """Arrow tables in chunks -> a source, for Parquet and Python: types, missing values, label, splits.
 
-    chunk = ArrowChunk("people.parquet", 0, 1000, schema, read)
+    chunk = arrow_chunk("people.parquet", 0, 1000, schema, read)
     source = arrow_source("people", "people.parquet", {"": [chunk]}, {}, options)
 
 All values are read to find the types, a few rows at a time, and read again when they are written.
@@ -11,7 +11,7 @@ Arrow may refuse values of Python in one batch that it takes in two, such as Tru
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,36 +38,30 @@ from data.tfrecord.crc import Uint8s
 
 _INDEX = re.compile(r"__index_level_\d+__")  # Of pandas, without a name.
 _SHOWN_COLUMNS = 100
-Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]
 
 
-class ArrowChunk(NamedTuple):
-    """Rows that can be read without those before them.
+def arrow_chunk(
+    path: str,
+    first: int,
+    num_rows: int,
+    schema: pa.Schema,
+    read: Callable[[Sequence[str]], Iterator[pa.RecordBatch]],
+) -> Chunk:
+    """Rows of a file; `read` yields these columns of the rows in order, in batches of some MiB."""
 
-    Attributes:
-        path: The file, for messages.
-        first: The number of its first row in the file, from 0.
-        read: Yields these columns of the rows in order, in batches of some MiB.
-    """
-
-    path: str
-    first: int
-    num_rows: int
-    schema: pa.Schema
-    read: Batches
-
-    def batches(self, columns: Sequence[str]) -> Iterator[Batch]:
-        """As of `tables.Chunk`: plain arrays."""
-        row = self.first
-        for batch in self.read(columns):
+    def batches(columns: Sequence[str]) -> Iterator[Batch]:
+        row = first
+        for batch in read(columns):
             yield range(row, row + len(batch)), dict(zip(columns, map(plain, batch), strict=True))
             row += len(batch)
+
+    return Chunk(path, num_rows, batches, first, schema)
 
 
 def arrow_source(
     name: str,
     path: str,
-    tables: Mapping[str, Sequence[ArrowChunk]],
+    tables: Mapping[str, Sequence[Chunk]],
     files: Mapping[str, str],
     options: Options,
 ) -> Source:
@@ -83,13 +77,9 @@ def arrow_source(
     names, notes = _names(path, chunks, options)
     columns = _columns(path, chunks, names, options)
     splits = {name: _Splits(name) for name in filter(None, [options.split_column])}
-    rows_of = {
-        split: [Chunk(chunk.path, chunk.num_rows, chunk.batches) for chunk in part]
-        for split, part in tables.items()
-    }
-    read_all(path, [*itertools.chain(*rows_of.values())], {**columns, **splits})
+    read_all(path, chunks, {**columns, **splits})
     masks = next((found.masks() for found in splits.values()), None)
-    source, classes = typed_source(name, path, rows_of, columns, missing, options, files, masks)
+    source, classes = typed_source(name, path, tables, columns, missing, options, files, masks)
     types = _types_note(path, columns, classes)
     return source._replace(notes=[*notes, *source.notes, types])
 
@@ -123,9 +113,7 @@ class _Splits(Column):
         return {split: every == code for split, code in self._codes.items()}
 
 
-def _names(
-    path: str, chunks: Sequence[ArrowChunk], options: Options
-) -> tuple[list[str], list[str]]:
+def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[str], list[str]]:
     """The columns that are read, in the order of the first chunk; and notes."""
     there = chunks[0].schema.names
     chosen = columns_in(options.columns)
@@ -175,14 +163,14 @@ def _names(
 
 
 def _columns(
-    path: str, chunks: Sequence[ArrowChunk], names: Sequence[str], options: Options
+    path: str, chunks: Sequence[Chunk], names: Sequence[str], options: Options
 ) -> dict[str, ArrowColumn | ArrowLists]:
     types, _ = declared_types(path, options, names)
     texts = [column for column, kind in types.items() if kind == TEXT]
     columns: dict[str, ArrowColumn | ArrowLists] = {}
     for name in names:
-        families: dict[str, ArrowChunk] = {}
-        units: dict[str, ArrowChunk] = {}
+        families: dict[str, Chunk] = {}
+        units: dict[str, Chunk] = {}
         for chunk in chunks:
             dtype = chunk.schema.field(name).type
             family = family_of(plain_type(dtype))

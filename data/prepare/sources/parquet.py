@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 
 from data.numerals import INTEGERS, kind_of
 from data.prepare.sources import Options, Source, split_named, typed_path
-from data.prepare.sources.arrow_tables import ArrowChunk, arrow_source
+from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
 from data.prepare.sources.rewrite import paths_by_pattern
+from data.prepare.sources.tables import Chunk
 from data.system.files import DataError
 from data.tfrecord.shard_names import word_of
 
@@ -117,9 +118,7 @@ def _partition_types(partitions: Mapping[str, Partition]) -> dict[str, pa.DataTy
     }
 
 
-def _chunks(
-    path: str, partition: Partition, types: Mapping[str, pa.DataType]
-) -> Iterator[ArrowChunk]:
+def _chunks(path: str, partition: Partition, types: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
     """The row groups of a file."""
     try:
         with pq.ParquetFile(path) as file:
@@ -147,7 +146,7 @@ def _chunks(
             row_bytes = max(1, found.total_byte_size // found.num_rows)
             rows = max(1, min(_FIRST_ROWS, _BATCH_BYTES // row_bytes))
             read = functools.partial(_read, path, group, rows, constants)
-            yield ArrowChunk(path, first, found.num_rows, schema, read)
+            yield arrow_chunk(path, first, found.num_rows, schema, read)
         first += found.num_rows
 
 

@@ -44,12 +44,15 @@ ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 class Chunk(NamedTuple):
     """Rows of file `path` that can be read without those before them.
 
-    `batches(columns)` yields these columns of all rows, some rows at a time.
+    `batches(columns)` yields these columns of all rows, some rows at a time. `first`: the number of
+    the first row in the file. `schema`: a pa.Schema, in tables of Arrow.
     """
 
     path: str
     num_rows: int
     batches: Callable[[Sequence[str]], Iterator[Batch]]
+    first: int = 0
+    schema: Any = None
 
 
 class TableColumn(NamedTuple):
