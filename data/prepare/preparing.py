@@ -73,10 +73,7 @@ def prepare(
         raise DataError(f"--source={source} is the directory to write, too. {_GIVE_ANOTHER}")
 
     def is_done() -> bool:
-        if not _is_prepared(name, data_dir, source, given) or overwrite:
-            return False
-        _check_origin(name, data_dir, source, options)
-        return True
+        return _is_prepared(name, data_dir, source, options, overwrite)
 
     if is_done():
         _say(f"{data_dir} already holds {name}. Add --overwrite to write it again.")
@@ -197,8 +194,13 @@ def _good_split(shards: Sequence[damage.ShardReport], num_good: int) -> SourceSp
     )
 
 
-def _is_prepared(name: str, data_dir: str, source: str | None, options: Options) -> bool:
-    """Returns True if `data_dir` holds this data set completely, False if it is empty."""
+def _is_prepared(
+    name: str, data_dir: str, source: str | None, options: Options | None, overwrite: bool
+) -> bool:
+    """Returns True if `data_dir` holds this data set completely, False if it is to be written.
+
+    Raises DataError if it holds something else, or was made from other files or options.
+    """
     try:
         info = json.loads(files.read_text(files.join(data_dir, _INFO)))
     except NotADirectoryError:
@@ -214,27 +216,22 @@ def _is_prepared(name: str, data_dir: str, source: str | None, options: Options)
         raise DataError(
             f"{data_dir}/dataset_info.json is not JSON. {_GIVE_ANOTHER} Or remove it first."
         ) from None
-    # "mnist" from IDX files and "tfds:mnist/3.0.1" are the same data set.
-    wanted = bare_name(name)
-    if name == "rewrite":
-        if source is None or not files.exists(source):
-            return True  # What was rewritten may be gone.
-        wanted = rewrite.name_in(source, options=options)
-    found = info.get("name") if isinstance(info, dict) else None
-    if found != wanted:
-        raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
-    return True
-
-
-def _check_origin(name: str, data_dir: str, source: str | None, options: Options | None) -> None:
-    """Raises DataError if the data set in `data_dir` was made from other files or options."""
+    is_gone = name == "rewrite" and (source is None or not files.exists(source))
+    if not is_gone:
+        # "mnist" from IDX files and "tfds:mnist/3.0.1" are the same data set.
+        wanted = bare_name(name)
+        if name == "rewrite":
+            wanted = rewrite.name_in(source or "", options=options)
+        found = info.get("name") if isinstance(info, dict) else None
+        if found != wanted:
+            raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
+    if overwrite or is_gone:
+        return not overwrite
     try:
         then = json.loads(files.read_text(files.join(data_dir, _ORIGIN)))
         then = {"options": dict(then["options"]), "files": dict(then["files"])}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return  # Of another program, or of a former version: nothing is known.
-    if name == "rewrite" and (source is None or not files.exists(source)):
-        return
+        return True  # Of another program, or of a former version: nothing is known.
     now = dict(_origin(name, options or Options(), source, data_dir))
     if options is None:
         now["options"] = then["options"]
@@ -247,6 +244,7 @@ def _check_origin(name: str, data_dir: str, source: str | None, options: Options
             f"{'; '.join(changed[:_SHOWN_CHANGES])}{more}. Add --overwrite to write it again; or, "
             f"to keep it, give the former options and leave --source out. {_GIVE_ANOTHER}"
         )
+    return True
 
 
 def _origin(name: str, options: Options, source: str | None, data_dir: str) -> _Origin:

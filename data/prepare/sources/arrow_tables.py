@@ -119,7 +119,7 @@ def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[s
     chosen = columns_in(options.columns)
     named: dict[str, Sequence[str | None]]
     named = {"label": [options.label], "columns": chosen, "split_column": [options.split_column]}
-    needed = {*itertools.chain(*named.values())} if chosen else {*there}
+    needed = {*filter(None, itertools.chain(*named.values()))} if chosen else {*there}
     for chunk in chunks:
         found = chunk.schema.names
         if repeated := [name for name in found if found.count(name) > 1]:

@@ -108,10 +108,10 @@ def source(name: str, target: str, options: Options) -> Source:
         )
     cuts = [number * NUM_SHARDS // processes for number in range(processes + 1)]
     parts = list(map(range, cuts, cuts[1:]))
-    row_files = {part.start: _RowFile() for part in parts}
+    row_files = [_RowFile() for _ in range(NUM_SHARDS)]
 
     def work(part: range, count_one: Callable[[], None]) -> list[_PiecesBySplit]:
-        return _called(target, part, row_files[part.start], count_one)
+        return _called(target, part, row_files, count_one)
 
     if "tensorflow" in sys.modules:
         found = [result for part in parts for result in work(part, lambda: None)]
@@ -120,8 +120,7 @@ def source(name: str, target: str, options: Options) -> Source:
             found = in_processes(work, parts, report, name=f"--source={target}")
     tables: dict[str, list[Chunk]] = {}
     starts: collections.Counter[str] = collections.Counter()  # By split: the rows before.
-    for number, splits in enumerate(found):
-        row_file = row_files[max(start for start in row_files if start <= number)]
+    for row_file, splits in zip(row_files, found, strict=False):  # One, if it takes no parts.
         for split, pieces in splits.items():
             chunks = tables.setdefault(split, [])
             for piece in pieces:
@@ -137,7 +136,7 @@ def source(name: str, target: str, options: Options) -> Source:
 
 
 def _called(
-    target: str, part: range, row_file: _RowFile, count_one: Callable[[], None]
+    target: str, part: range, row_files: Sequence[_RowFile], count_one: Callable[[], None]
 ) -> list[_PiecesBySplit]:
     """Calls the function for each shard of `part`; writes the rows; returns the pieces of each."""
     file, _, name = target.rpartition(":")
@@ -160,7 +159,7 @@ def _called(
             for split, container in _splits(found, target).items():
                 pieces[split] = []
                 for batch in batches(container, _where(target, split)):
-                    pieces[split].append(row_file.append(batch))
+                    pieces[split].append(row_files[shard].append(batch))
                     for _ in range(len(batch)):
                         count_one()
             results.append(pieces)
