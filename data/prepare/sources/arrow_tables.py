@@ -35,6 +35,7 @@ from data.prepare.sources.tables import Batch, Chunk, Mask, columns_in, no_colum
 from data.prepare.sources.typed_tables import read_all, typed_source
 from data.system.files import DataError
 from data.tfrecord.crc import Uint8s
+from data.tfrecord.shard_names import SPLIT_DIRS
 
 _INDEX = re.compile(r"__index_level_\d+__")  # Of pandas, without a name.
 _SHOWN_COLUMNS = 100
@@ -85,32 +86,28 @@ def arrow_source(
 
 
 class _Splits(Column):
-    """Finds the rows of each split, by the column `name`, which has the names of splits."""
+    """Finds the rows of each split, by a column with the names of splits."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._codes: dict[str, int] = {}  # Of the splits.
-        self._parts: list[Uint8s] = []
+        self._parts: list[Uint8s] = []  # Numbers of SPLIT_DIRS.
 
     @override
     def add(self, values: pa.Array, path: str, rows: Sequence[int]) -> None:
         found = [value.decode(errors="replace") for value in as_text(values).to_pylist()]
-        splits = {value: split_named(value) for value in sorted(set(found))}
-        if unknown := [value for value, split in splits.items() if not split]:
+        splits = list(map(split_named, found))
+        if "" in splits:
             raise DataError(
-                f"{path}: column {self.name} has {unknown[0]!r}. Needed are names of splits, such "
-                "as train, test and val. Rename its values, or leave --split_column out."
+                f"{path}: column {self.name} has {found[splits.index('')]!r}. Needed are names of "
+                "splits, such as train, test and val. Rename its values, or leave --split_column "
+                "out."
             )
-        numbers = {
-            value: self._codes.setdefault(split, len(self._codes))
-            for value, split in splits.items()
-        }
-        self._parts.append(np.array([numbers[value] for value in found], np.uint8))
+        self._parts.append(np.array(list(map(SPLIT_DIRS.index, splits)), np.uint8))
 
     def masks(self) -> dict[str, Mask]:
         """The rows of each split, bool [rows]."""
         every = np.concatenate(self._parts)
-        return {split: every == code for split, code in self._codes.items()}
+        return {SPLIT_DIRS[number]: every == number for number in np.unique(every)}
 
 
 def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[str], list[str]]:
