@@ -99,6 +99,8 @@ class ArrowColumn(Column):
         """`how`: the other arguments of Column."""
         super().__init__(name, **how)
         self._is_number = is_number
+        # The values are text, and an option says that they are numbers.
+        self._has_numerals = not is_number and self.declared in (INTEGER, NUMBER)
         self._types: dict[pa.DataType, None] = {}
 
     @override
@@ -121,11 +123,6 @@ class ArrowColumn(Column):
                 first = int(mask.argmax())
                 said = "" if kind == EMPTY else _str(values[first].as_py()) or "null"
                 self._count(kind, number, path, rows[first], said)
-
-    @property
-    def _has_numerals(self) -> bool:
-        """True if the values are text, and an option says that they are numbers."""
-        return not self._is_number and self.declared in (INTEGER, NUMBER)
 
     def _kinds_of_numbers(self, array: pa.Array, path: str, rows: Sequence[int]) -> dict[str, Mask]:
         values, missing, beyond = numbers_of(array)

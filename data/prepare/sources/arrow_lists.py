@@ -26,8 +26,8 @@ from data.prepare.sources.arrow_columns import (
     texts_of,
 )
 from data.prepare.sources.columns import MISSING, Column, First, Missing
-from data.prepare.sources.examples import Classes, Node, tensor
-from data.prepare.sources.tables import Array, Mask
+from data.prepare.sources.examples import Classes, tensor
+from data.prepare.sources.tables import Array, Mask, TableColumn
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
 from data.tfrecord.example_blocks import Texts, Values, fixed
@@ -131,7 +131,16 @@ class ArrowLists(Column):
                 f"{self._where}: the items of {self.name} are text in some rows, numbers in "
                 f"others. If all are text, add {self.as_text}."
             )
-        if LONGEST in self._first and "float" in self._dtype:
+        self._shape = [max(1, length) for length in self._most]
+        self._is_padded = self._least != self._most or 0 in self._most
+        if self.declared == TEXT or self._dtypes == {"string"}:
+            self._item_type = "string"
+        elif len(self._dtypes) == 1 and not self._is_padded:
+            self._item_type = next(iter(self._dtypes))
+        else:
+            is_float = any("float" in dtype for dtype in self._dtypes)
+            self._item_type = "float64" if is_float else "int64"
+        if LONGEST in self._first and "float" in self._item_type:
             raise DataError(
                 f"{self._first[LONGEST].where}: column {self.name} has integers above 2**53, "
                 "which float64 may change, and numbers with a fraction elsewhere. Make all of them "
@@ -140,14 +149,14 @@ class ArrowLists(Column):
         if not self._is_padded:
             return
         lengths = f"lists of {self._least[0]} to {self._most[0]} items"
-        if len(self._most) > 1 or "float" in self._dtype:
+        if len(self._most) > 1 or "float" in self._item_type:
             what = "nested lists" if len(self._most) > 1 else "numbers with a fraction"
             raise DataError(
                 f"{self._where}: column {self.name} has {lengths}, of {what}. Needed are lists of "
                 "one length: only lists of integers or of text are filled up. Fill them up in the "
                 "source, or leave the column out, by --columns."
             )
-        if not self._is_string:
+        if self._item_type != "string":
             self._check_padding()
 
     @override
@@ -156,47 +165,24 @@ class ArrowLists(Column):
             yield f"{path}: the longest list of {self.name} has {self._shape[0]:,} items"
 
     @property
-    @override
-    def node(self) -> Node:
-        return tensor("string" if self._is_string else self._dtype, self._shape)
-
-    @property
     def stored(self) -> str:
         """The type in the records."""
-        return f"{'text' if self._is_string else self._dtype} {self._shape}"
+        return f"{'text' if self._item_type == 'string' else self._item_type} {self._shape}"
 
-    @property
     @override
-    def num_bytes(self) -> int:
+    def feature(self) -> TableColumn:
         items = math.prod(self._shape)
-        if self._is_string:
-            return 2 * items + self._text_bytes // max(1, self._num_rows)
-        return items * np.dtype(self._dtype).itemsize
-
-    @property
-    def _is_padded(self) -> bool:
-        return self._least != self._most or 0 in self._most
-
-    @property
-    def _is_string(self) -> bool:
-        return self.declared == TEXT or self._dtypes == {"string"}
-
-    @property
-    def _shape(self) -> list[int]:
-        return [max(1, length) for length in self._most]
-
-    @property
-    def _dtype(self) -> str:
-        if len(self._dtypes) == 1 and not self._is_padded:
-            return next(iter(self._dtypes))
-        is_float = any("float" in dtype for dtype in self._dtypes)
-        return "float64" if is_float else "int64"
+        if self._item_type == "string":
+            num_bytes = 2 * items + self._text_bytes // max(1, self._num_rows)
+        else:
+            num_bytes = items * np.dtype(self._item_type).itemsize
+        return TableColumn(tensor(self._item_type, self._shape), num_bytes, self.convert)
 
     @override
     def convert(self, values: pa.Array, classes: Classes | None = None) -> Values:
         lengths, items = _levels(values)
         places = np.arange(self._shape[0]) < lengths[0][:, np.newaxis]
-        if self._is_string:
+        if self._item_type == "string":
             found = texts_of(as_text(items))
             if not self._is_padded:
                 return Texts(found.data, found.lengths, math.prod(self._shape))
@@ -208,7 +194,7 @@ class ArrowLists(Column):
             padded = np.full(places.shape, PADDING, np.int64)
             padded[places] = numbers
             numbers = padded
-        stored = numbers.astype(np.dtype(self._dtype).newbyteorder("<"))
+        stored = numbers.astype(np.dtype(self._item_type).newbyteorder("<"))
         return fixed(stored.reshape(len(values), -1))
 
 

@@ -32,8 +32,16 @@ from data.numerals import (
     kind_of,
 )
 from data.prepare.sources import DROP, Options
-from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
-from data.prepare.sources.tables import Array, Mask, classes_of, columns_in, no_column, typed
+from data.prepare.sources.examples import Classes, scalar, tensor, text
+from data.prepare.sources.tables import (
+    Array,
+    Mask,
+    TableColumn,
+    classes_of,
+    columns_in,
+    no_column,
+    typed,
+)
 from data.system.files import DataError
 from data.tfrecord.example_blocks import Texts, Values, fixed, texts
 from data.tfrecord.examples import PADDING
@@ -258,21 +266,17 @@ class Column:
     def _num_missing(self) -> int:
         return self._counts[EMPTY] + self._counts[MISSING]
 
-    @property
-    def node(self) -> Node:
-        """The feature that describes the column."""
+    def feature(self) -> TableColumn:
+        """The column as a feature, after `finish`."""
         if self.kind == TEXT:
-            return text()
-        return tensor("float64", ()) if self.kind == DOUBLE else scalar(self._dtype)
+            num_bytes = 8 + self._text_bytes // max(1, self._num_rows)
+            return TableColumn(text(), num_bytes, self.convert)
+        node = tensor("float64", ()) if self.kind == DOUBLE else scalar(self._dtype)
+        return TableColumn(node, 8, self.convert)
 
     @property
     def _dtype(self) -> str:
         return _DTYPES[self.kind]
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of a value in an example, on average."""
-        return 8 + (self._text_bytes // max(1, self._num_rows) if self.kind == TEXT else 0)
 
     def lacks(self, values: Any) -> Mask:
         """A mask, bool [n]: true where a value is missing."""

@@ -28,8 +28,8 @@ from data.prepare.sources.columns import (
     missing_of,
 )
 from data.prepare.sources.csv_files import SUFFIXES, Layout, layout_of, lines
-from data.prepare.sources.examples import Classes, Node, tensor
-from data.prepare.sources.tables import Batch, Chunk, common_columns, split_files
+from data.prepare.sources.examples import Classes, tensor
+from data.prepare.sources.tables import Batch, Chunk, TableColumn, common_columns, split_files
 from data.prepare.sources.typed_tables import read_all, typed_source
 from data.system.files import DataError
 from data.tfrecord.example_blocks import Values, fixed, texts
@@ -131,6 +131,7 @@ class Lists(Column):
     def finish(self, missing: Missing) -> None:
         """Raises DataError for a mix of integers and text, and for an integer that is padding."""
         first = self._first = self._firsts[self._separator]
+        self._length = self._lengths[self._separator]
         if INTEGER in first and TEXT in first and self.declared != TEXT:
             integer, wrong = first[INTEGER], first[TEXT]
             raise DataError(
@@ -152,21 +153,12 @@ class Lists(Column):
                 f"change {first[CODE].value!r}"
             )
 
-    @property
-    def _length(self) -> int:
-        return self._lengths[self._separator]
-
-    @property
     @override
-    def num_bytes(self) -> int:
+    def feature(self) -> TableColumn:
         if self.kind == INTEGER:
-            return 8 * self._length
-        return 2 * self._length + self._text_bytes // max(1, self._num_rows)
-
-    @property
-    @override
-    def node(self) -> Node:
-        return tensor("int64" if self.kind == INTEGER else "string", [self._length])
+            return TableColumn(tensor("int64", [self._length]), 8 * self._length, self.convert)
+        num_bytes = 2 * self._length + self._text_bytes // max(1, self._num_rows)
+        return TableColumn(tensor("string", [self._length]), num_bytes, self.convert)
 
     @override
     def convert(self, values: Sequence[str], classes: Classes | None = None) -> Values:

@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from data.prepare.sources import Options, Source
-from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
+from data.prepare.sources.examples import Classes, scalar, tensor, text
 from data.prepare.sources.tables import (
     Array,
     Batch,
@@ -76,16 +76,18 @@ class _Column(NamedTuple):
         """True if a record holds a row as a list with one number, or as one string."""
         return len(self.shape) == 1 and (self.dtype.kind in "US" or self.dtype.name in _LISTED)
 
-    def node(self) -> Node:
-        """Its description for features.json."""
+    def feature(self) -> TableColumn:
+        """The column as a feature."""
         if self.is_list:
-            return text() if self.dtype.kind in "US" else scalar(self.dtype.name)
-        if self.dtype.name in _RAW:
-            return tensor(self.dtype.name, self.shape[1:])
-        raise DataError(
-            f"{self.path}: {self.member} is {self.dtype.name} {list(self.shape)}, which a record "
-            f"cannot hold. {self._advice()}"
-        )
+            node = text() if self.dtype.kind in "US" else scalar(self.dtype.name)
+        elif self.dtype.name in _RAW:
+            node = tensor(self.dtype.name, self.shape[1:])
+        else:
+            raise DataError(
+                f"{self.path}: {self.member} is {self.dtype.name} {list(self.shape)}, which a "
+                f"record cannot hold. {self._advice()}"
+            )
+        return TableColumn(node, self.row_bytes, self.convert)
 
     def _advice(self) -> str:
         name = self.member.removesuffix(".npy")
@@ -159,10 +161,7 @@ def source(name: str, path: str, options: Options) -> Source:
         for split, columns in splits.items()
     }
     kinds = common_columns(path, kinds_by_split, files, options)
-    shown = {
-        key: TableColumn(column.node(), column.row_bytes, column.convert)
-        for key, column in next(iter(splits.values())).items()
-    }
+    shown = {key: column.feature() for key, column in next(iter(splits.values())).items()}
     labels: dict[str, Classes] = {}
     notes: Sequence[str] = ()
     if (label := options.label) is not None:

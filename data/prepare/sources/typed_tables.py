@@ -15,7 +15,7 @@ from data.prepare.progress import progress
 from data.prepare.sources import DROP, Options, Source
 from data.prepare.sources.columns import Column, Missing
 from data.prepare.sources.examples import Classes
-from data.prepare.sources.tables import Chunk, Mask, TableColumn, table_source, taken
+from data.prepare.sources.tables import Chunk, Mask, table_source, taken
 from data.system.files import DataError
 
 
@@ -73,7 +73,7 @@ def typed_source(
     if label is not None:
         classes[label.name], gaps = label.label_classes(path, values)
         notes += gaps
-    shown = {key: TableColumn(c.node, c.num_bytes, c.convert) for key, c in columns.items()}
+    shown = {key: found.feature() for key, found in columns.items()}
     source = table_source(name, tables, shown, classes, options, kept, masks)
     return source._replace(notes=[*filter(None, notes)]), classes
 
