@@ -22,9 +22,9 @@ refused if the files of the source have other sizes or times than when they were
 keeps both), or if the options differ. --overwrite writes the data set again.
 
 Examples are read as they are written, so memory does not grow with their number. Exceptions: 8
-bytes of each example for the index, 2 bytes of each row of a table that is divided into train and
-test, the paths of images in folders and of text files, the labels of IDX files, and the files of
-SVHN. What a function of Python returns is first written to TMPDIR.
+bytes of each example for the index, some bytes of each row of a table, the paths of images in
+folders and of text files, the labels of IDX files, and the files of SVHN. What a function of Python
+returns is first written to TMPDIR.
 """
 
 import os

@@ -3,8 +3,8 @@
     SOURCE.csv, or SOURCE/train.csv and SOURCE/test.csv; also .tsv, and with .gz
 
 `csv_files` finds the encoding and the separator, and `columns` the type of each column, from all of
-its values: docs/data.md has the rules. The files are read twice, or three times if
-there is a label or a missing value, some lines at a time.
+its values: docs/data.md has the rules. The files are read some lines at a time: twice, or three
+times if there is a label, or if rows are left out.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
 -1, or with empty text if the items of the column are text.

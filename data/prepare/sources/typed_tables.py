@@ -1,7 +1,7 @@
 """Tables whose columns find their types from all values: CSV, Parquet and Python.
 
     counts = read_all("people.csv", chunks, {"age": Column("age", is_label=False)})
-    source = typed_source("people", "people.csv", {"": chunks}, columns, ...)
+    source, classes = typed_source("people", "people.csv", {"": chunks}, columns, ...)
 
 All values are read to find the types, some rows at a time, and read again when they are written.
 """
@@ -21,15 +21,16 @@ from data.system.files import DataError
 
 def read_all(path: str, chunks: Sequence[Chunk], columns: Mapping[str, Column]) -> list[int]:
     """Adds all values of `chunks` to `columns`; returns the number of rows of each chunk."""
-    counts = []
+    counts, num_read = [], 0
     with progress(f"{path}, types", sum(chunk.num_rows for chunk in chunks) or None) as report:
         for chunk in chunks:
-            counts.append(0)
+            before = num_read
             for rows, batch in chunk.batches(list(columns)):
                 for column, found in columns.items():
                     found.add(batch[column], chunk.path, rows)
-                counts[-1] += len(rows)
-                report(sum(counts))
+                num_read += len(rows)
+                report(num_read)
+            counts.append(num_read - before)
     return counts
 
 
