@@ -72,9 +72,7 @@ def prepare(
     if source and files.absolute(source) == data_dir:
         raise DataError(f"--source={source} is the directory to write, too. {_GIVE_ANOTHER}")
 
-    def is_done() -> bool:
-        return _is_prepared(name, data_dir, source, options, overwrite)
-
+    is_done = functools.partial(_is_prepared, name, data_dir, source, options, overwrite)
     if is_done():
         _say(f"{data_dir} already holds {name}. Add --overwrite to write it again.")
         return

@@ -244,14 +244,9 @@ class Column:
         return f"{where}: column {self.name} is text, because {why} {value!r}"
 
     @property
-    def is_empty(self) -> bool:
-        """True if the column has no value."""
-        return self._counts.keys() <= {EMPTY}
-
-    @property
-    def has_only_integers(self) -> bool:
-        """True if all values are whole numbers."""
-        return self._counts.keys() == {INTEGER}
+    def kinds(self) -> set[str]:
+        """The kinds of the values."""
+        return set(self._counts)
 
     def _check_padding(self) -> None:
         """Raises DataError for an item that is padding. For columns of lists."""

@@ -21,6 +21,7 @@ from typing_extensions import override
 from data.numerals import CODE, INTEGER, INTEGERS, TEXT, kind_of
 from data.prepare.sources import Options, Source
 from data.prepare.sources.columns import (
+    EMPTY,
     Column,
     First,
     Missing,
@@ -87,13 +88,13 @@ def _batches(path: str, layout: Layout, columns: Sequence[str]) -> Iterator[Batc
 
 def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: str) -> str:
     """Removes a column without a name if it is an index or empty; returns a note."""
-    if columns[name].is_empty:
+    if columns[name].kinds <= {EMPTY}:
         del columns[name]
         return f"{path}: {name} has no name and no values, and is left out"
     if not layout.has_header:
         return ""
     is_first = name == layout.columns[0] and len(layout.columns) > 1
-    if not (is_first and columns[name].has_only_integers):
+    if not (is_first and columns[name].kinds == {INTEGER}):
         return f"{path}: a column has no name, and is called {name}"
     del columns[name]
     return (
