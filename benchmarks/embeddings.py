@@ -81,11 +81,11 @@ def _ours(rows: int | None, *, is_synchronous: bool = False) -> Callable[[], Non
     import tensorflow as tf
 
     from data.order import Order
-    from data.prepare.writing import write_shards
     from data.reader import Reader
     from strategies.position import Position
     from strategies.ps.asynchronous import AsynchronousExecutor
     from strategies.ps.sync.executor import SynchronousExecutor
+    from tests.shards import write_shards
     from trainer.embeddings import SGD, ShardedEmbedding
     from trainer.learner import Learner
     from trainer.step.losses import sparse_categorical_crossentropy

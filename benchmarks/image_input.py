@@ -32,11 +32,11 @@ from benchmarks.table import machine
 from data.disk_reader import DiskReader
 from data.images import _TRIES, _random_boxes, random_resized_crops
 from data.order import Order
-from data.prepare.writing import write_shards
 from data.reader import Batch, Reader
 from data.system.compat.freed_memory import keep_freed_memory
 from data.system.flags import parse_flags
 from data.tfrecord.split import open_split
+from tests.shards import write_shards
 from trainer.config import DataConfig
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds to measure.")

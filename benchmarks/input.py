@@ -36,11 +36,11 @@ from data.disk_reader import DiskReader
 from data.example_features import read_features
 from data.features import ExampleParse, default_parse
 from data.order import Order
-from data.prepare.writing import write_shards
 from data.reader import Reader
 from data.system.compat.freed_memory import keep_freed_memory
 from data.system.flags import parse_flags
 from data.tfrecord.split import Split, open_split
+from tests.shards import write_shards
 from trainer.config import DataConfig
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds to measure.")

@@ -276,7 +276,7 @@ def _run(arguments: Sequence[str]) -> int:
             print(line)
         return 0
     if values.repair:
-        repair = of_satellite("data.prepare.repairing", "repair")
+        repair = of_satellite("data.prepare.preparing", "repair")
         print("\n".join(repair(data_dir, splits, values.repair)))
         return 0
     for line in describe(data_dir, splits, values.num_examples):

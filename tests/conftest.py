@@ -63,8 +63,8 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """NUM_NUMBERED records in each split, each of which holds its number."""
     import tensorflow as tf
 
-    from data.prepare.writing import write_shards
     from tests.cluster.runs import NUM_NUMBERED
+    from tests.shards import write_shards
 
     def example(number: int) -> bytes:
         feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))

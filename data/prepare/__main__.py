@@ -22,9 +22,9 @@ refused if the files of the source have other sizes or times than when they were
 keeps both), or if the options differ. --overwrite writes the data set again.
 
 Examples are read as they are written, so memory does not grow with their number. Exceptions: 8
-bytes of each example for the index, 2 bytes of each row of a table that is divided into train and
-test, the paths of images in folders and of text files, the labels of IDX files, and the files of
-SVHN. What a function of Python returns is first written to TMPDIR.
+bytes of each example for the index, some bytes of each row of a table, the paths of images in
+folders and of text files, the labels of IDX files, and the files of SVHN. What a function of Python
+returns is first written to TMPDIR.
 """
 
 import os
@@ -48,8 +48,7 @@ _SOURCE = flags.DEFINE_string("source", None, "Directory or file to read.")
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Directory with TFRecord files, to write; datasets/NAME by default."
 )
-# The Options of a source, by type; the default of each is None.
-_TEXT_OPTIONS = {
+_OPTIONS = {  # Of a source, as `Options` has them; the default of each is None.
     "label": "Tables: the column that is the label.",
     "columns": "parquet, python: the columns to take, separated by commas; all by default. The "
     "label is taken in any case.",
@@ -76,35 +75,29 @@ _TEXT_OPTIONS = {
     "splits": "rewrite, parquet: which files are which split, if their names do not tell: "
     "SPLIT=PATTERN, separated by commas, as 'train=part-*,test=more/part-*'. A file belongs to "
     "the first pattern that it fits.",
-}
-_INTEGER_OPTIONS = {
     "processes": "python: how many processes call the function; 1 by default. More need a "
     "function with the parameters shard and num_shards. The result does not depend on their "
     "number.",
     "seed": "Seed that chooses the test examples; 0 by default.",
     "length": f"text: the number of bytes of a sequence; {LENGTH} by default.",
     "num_clicks": f"clicks: the number of training examples; {EXAMPLES:,} by default.",
-}
-_FLOAT_OPTIONS = {
     "test_fraction": "Part of the examples that becomes the test split, for a source that has no "
     f"test split; {TEST_FRACTION} by default.",
     "id_scale": f"clicks: the part of Criteo's numbers of ids; {SCALE} by default. 1 is 33.8 "
     "million ids.",
-}
-_BOOL_OPTIONS = {
     "header": "csv: --noheader if the first line is data; the columns are then column_0, "
     "column_1, ...",
     "allow_partial": "cifar10, cifar100: take the files that are there, if some are missing or "
     "cut off.",
 }
-for _option, _help in _TEXT_OPTIONS.items():
-    flags.DEFINE_string(_option, None, _help)
-for _option, _help in _INTEGER_OPTIONS.items():
-    flags.DEFINE_integer(_option, None, _help)
-for _option, _help in _FLOAT_OPTIONS.items():
-    flags.DEFINE_float(_option, None, _help)
-for _option, _help in _BOOL_OPTIONS.items():
-    flags.DEFINE_bool(_option, None, _help)
+_DEFINE = {
+    str | None: flags.DEFINE_string,
+    int | None: flags.DEFINE_integer,
+    float | None: flags.DEFINE_float,
+    bool | None: flags.DEFINE_bool,
+}
+for _option, _help in _OPTIONS.items():
+    _DEFINE[Options.__annotations__[_option]](_option, None, _help)
 flags.DEFINE_enum(
     "layout",
     None,

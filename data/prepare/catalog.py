@@ -9,59 +9,43 @@ Each source is one file in `sources/`.
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
-from data.prepare.sources import (
-    Options,
-    Source,
-    cifar,
-    clicks,
-    csv,
-    diabetes,
-    digits,
-    folder,
-    idx,
-    npz,
-    parquet,
-    python,
-    rewrite,
-    svhn,
-    text,
-    tfds,
-)
+from data.prepare.sources import Options, Source
+from data.prepare.sources.csv_files import SUFFIXES
+from data.prepare.sources.idx import DOWNLOADS, FILES
+from data.system.extras import import_extra
 from data.system.files import DataError
 from data.tfrecord.shard_names import SPLIT_DIRS
 
-_MakeSource: TypeAlias = Callable[[str, str, Options], Source]
-
 
 class _Entry(NamedTuple):
-    source: _MakeSource
     options: tuple[str, ...]  # The names of the Options that it takes.
     made_from: str = ""  # What --source must be; "" if no --source is needed.
     reads: tuple[str, ...] = ("*",)  # Patterns of the names that are read in a directory.
+    extra: str = ""  # Of pyproject.toml, which installs the packages that the module imports.
+    module: str = ""  # In `sources`, imported when it is needed; by default the name or the kind.
 
 
 _IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
-_IDX = _Entry(idx.source, _IMAGES, f"the IDX files {idx.FILES}", ("*-ubyte", "*-ubyte.gz"))
-_CIFAR = _Entry(cifar.source, (*_IMAGES, "allow_partial"), "its binary version, unpacked")
+_IDX = _Entry(_IMAGES, f"the IDX files {FILES}", ("*-ubyte", "*-ubyte.gz"), module="idx")
+_CIFAR = _Entry((*_IMAGES, "allow_partial"), "its binary version, unpacked", module="cifar")
 # Fixed names, and kinds for KIND:NAME.
 _NAMES = {
-    "digits": _Entry(digits.source, _IMAGES),
-    "svhn": _Entry(svhn.source, _IMAGES, "train_32x32.mat and test_32x32.mat", ("*.mat",)),
-    "clicks": _Entry(clicks.source, ("num_clicks", "id_scale", *_SPLITTING)),
-    "diabetes": _Entry(diabetes.source, _SPLITTING),
-    **dict.fromkeys(cifar.KINDS, _CIFAR),
+    "digits": _Entry(_IMAGES),
+    "svhn": _Entry(_IMAGES, "train_32x32.mat and test_32x32.mat", ("*.mat",), "samples"),
+    "clicks": _Entry(("num_clicks", "id_scale", *_SPLITTING)),
+    "diabetes": _Entry(_SPLITTING, extra="samples"),
+    **dict.fromkeys(("cifar10", "cifar100"), _CIFAR),
     "rewrite": _Entry(
-        rewrite.source,
         ("splits",),
         "a directory of shards (with --data_dir=OTHER_DIR)",
         ("*.tfrec*", *SPLIT_DIRS, "features.json", "dataset_info.json", "*.labels.txt"),
     ),
     **{
         name: _IDX._replace(made_from=f"{_IDX.made_from} from {url}")
-        for name, url in idx.DOWNLOADS.items()
+        for name, url in DOWNLOADS.items()
     },
 }
 
@@ -70,26 +54,21 @@ _TABLE = ("label", *_SPLITTING)
 _TYPED = (*_TABLE, "missing", "text", "integer", "float")
 _ARROW = (*_TYPED, "columns", "split_column")
 _KINDS = {
-    "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
+    "folder": _Entry(_SPLITTING, "class folders of PNG or JPEG files"),
     "csv": _Entry(
-        csv.source,
         (*_TYPED, "header", "lists", "delimiter", "encoding"),
         "a CSV file, or a directory with train.csv and test.csv",
-        tuple(f"*{suffix}" for suffix in csv.SUFFIXES),
+        tuple(f"*{suffix}" for suffix in SUFFIXES),
     ),
-    "npz": _Entry(
-        npz.source, _TABLE, "an NPZ file, or a directory with train.npz and test.npz", ("*.npz",)
-    ),
+    "npz": _Entry(_TABLE, "an NPZ file, or a directory with train.npz and test.npz", ("*.npz",)),
     "parquet": _Entry(
-        parquet.source, (*_ARROW, "splits"), "a Parquet file, or a directory of such files"
+        (*_ARROW, "splits"), "a Parquet file, or a directory of such files", extra="parquet"
     ),
     "python": _Entry(
-        python.source, (*_ARROW, "processes"), "what a function returns: FILE.py:FUNCTION"
+        (*_ARROW, "processes"), "what a function returns: FILE.py:FUNCTION", extra="parquet"
     ),
-    "text": _Entry(
-        text.source, ("test_fraction", "length"), "a text file, or a directory of text files"
-    ),
-    "tfds": _Entry(tfds.source, ()),
+    "text": _Entry(("test_fraction", "length"), "a text file, or a directory of text files"),
+    "tfds": _Entry((), extra="tfds"),
 }
 _KNOWN = (
     f"{', '.join(_NAMES)}, any name with --source=DIR of IDX files, "
@@ -147,7 +126,7 @@ def nearest(name: str, others: Sequence[str] = ()) -> str:
 def open_source(name: str, path: str | None, options: Options) -> Source:
     """The source of data set `name`, which is made from `path`. No example is read yet."""
     check(name, options)
-    _, colon, following = name.partition(":")
+    kind, colon, following = name.partition(":")
     if not colon and path is None and name not in _NAMES:
         near = nearest(name)
         meant = f" Did you mean {near}?" if near else ""
@@ -163,4 +142,6 @@ def open_source(name: str, path: str | None, options: Options) -> Source:
         )
     if path is not None and not entry.made_from and not colon:
         raise DataError(f"--source={path} would be ignored: {name} has no files. Leave it out.")
-    return entry.source(following or name, path or "", options)
+    module = f"data.prepare.sources.{entry.module or kind}"
+    found = import_extra(module, entry.extra, f"The data set {name}")
+    return cast(Source, found.source(following or name, path or "", options))

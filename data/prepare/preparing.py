@@ -2,37 +2,46 @@
 
     prepare("digits", "datasets/digits")
     write_new("datasets/b", "a copy of a", lambda: source)
+    lines = repair("datasets/digits", ["train", "test"], "datasets/digits-repaired")
 
 Several processes may call these functions at the same moment: one writes, the others wait for it.
 """
 
 import contextlib
+import datetime
+import fnmatch
 import functools
+import itertools
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from data.prepare import origin, writing
-from data.prepare.catalog import bare_name, check, open_source
+from data.prepare import writing
+from data.prepare.catalog import bare_name, check, files_read, open_source
 from data.prepare.progress import progress
-from data.prepare.sources import Options, Source, rewrite
+from data.prepare.sources import Options, Source, SourceSplit, is_ignored, joined, rewrite
 from data.system import files, object_store
 from data.system.cores import num_cores
 from data.system.files import DataError
 from data.system.locks import locked
 from data.system.scratch import scratch_dir
+from data.tfrecord import damage
 from data.tfrecord.crc import FRAME_BYTES
+from data.tfrecord.framing import read_records
 
 _INFO = "dataset_info.json"  # Marks a directory as complete.
+_ORIGIN = "source.json"  # What a data set was made from.
 _SHARD_BYTES = 128 << 20
 _MAX_PROCESSES = 8
 _SHOWN_CHANGES = 5
 # Never a command that removes the directory: it may hold files that this program did not write.
 _GIVE_ANOTHER = "Give another directory: --data_dir=DIR."
+_Origin: TypeAlias = Mapping[str, Any]  # A JSON object: "options" and "files".
 
 
 def prepare(
@@ -63,22 +72,17 @@ def prepare(
     if source and files.absolute(source) == data_dir:
         raise DataError(f"--source={source} is the directory to write, too. {_GIVE_ANOTHER}")
 
-    def is_done() -> bool:
-        if not _is_prepared(name, data_dir, source, given) or overwrite:
-            return False
-        _check_origin(name, data_dir, source, options)
-        return True
-
+    is_done = functools.partial(_is_prepared, name, data_dir, source, options, overwrite)
     if is_done():
         _say(f"{data_dir} already holds {name}. Add --overwrite to write it again.")
         return
 
     def make_source() -> Source:
         # Before it is read: what changes meanwhile differs from this afterwards.
-        now = origin.origin(name, given, source, data_dir)
+        now = _origin(name, given, source, data_dir)
         opened = open_source(name, source, given)
         text = json.dumps(now, indent=2) + "\n"
-        return opened._replace(files={**opened.files, origin.FILE_NAME: text})
+        return opened._replace(files={**opened.files, _ORIGIN: text})
 
     write_new(data_dir, name, make_source, is_done, former=bare_name(name) if overwrite else "")
 
@@ -146,8 +150,55 @@ def write_new(
     _say(f"{data_dir} holds {what}.")
 
 
-def _is_prepared(name: str, data_dir: str, source: str | None, options: Options) -> bool:
-    """Returns True if `data_dir` holds this data set completely, False if it is empty."""
+def repair(data_dir: str, splits: Sequence[str], out: str) -> list[str]:
+    """Copies the readable records of `splits` to `out`; returns lines that say what is left out."""
+    out = files.absolute(out)
+    if files.exists(out) and (not files.is_dir(out) or files.names_in(out)):
+        raise DataError(f"--repair={out} is there already. Give a new directory: --repair=NEW_DIR")
+    reports = {name: damage.examine(data_dir, name) for name in splits}
+    lines = []
+    good = {}
+    for name, shards in reports.items():
+        num_good = sum(shard.num_good for shard in shards)
+        found = [item for shard in shards for item in shard.damages]
+        num_lost = sum(item.num_records or 0 for item in found)
+        has_unknown = any(item.num_records is None for item in found)
+        unknown = " and some that cannot be counted" if has_unknown else ""
+        lines.append(f"{name}: {num_good:,} records copied, {num_lost:,}{unknown} left out")
+        lines += [f"  {item}{damage.also_lost(item)}" for item in found]
+        if num_good:
+            good[name] = _good_split(shards, num_good)
+    if not good:
+        raise DataError(f"No record in {data_dir} can be read.\n" + "\n".join(lines))
+    source = Source(
+        rewrite.name_in(data_dir, next(iter(good))), good, rewrite.metadata_files(data_dir)
+    )
+    write_new(out, f"the readable records of {data_dir}", lambda: source)
+    return lines
+
+
+def _good_split(shards: Sequence[damage.ShardReport], num_good: int) -> SourceSplit:
+    runs = [(shard.path, run) for shard in shards for run in shard.runs]
+
+    def records_of(number: int, low: int, high: int) -> Iterator[bytes]:
+        path, run = runs[number]
+        found = read_records(path, run.begin, run.end, run.first_record)
+        return damage.readable(itertools.islice(found, low, high))
+
+    return SourceSplit(
+        num_good,
+        sum(run.end - run.begin for _, run in runs),
+        joined([run.num_records for _, run in runs], records_of),
+    )
+
+
+def _is_prepared(
+    name: str, data_dir: str, source: str | None, options: Options | None, overwrite: bool
+) -> bool:
+    """Returns True if `data_dir` holds this data set completely, False if it is to be written.
+
+    Raises DataError if it holds something else, or was made from other files or options.
+    """
     try:
         info = json.loads(files.read_text(files.join(data_dir, _INFO)))
     except NotADirectoryError:
@@ -163,39 +214,99 @@ def _is_prepared(name: str, data_dir: str, source: str | None, options: Options)
         raise DataError(
             f"{data_dir}/dataset_info.json is not JSON. {_GIVE_ANOTHER} Or remove it first."
         ) from None
-    # "mnist" from IDX files and "tfds:mnist/3.0.1" are the same data set.
-    wanted = bare_name(name)
-    if name == "rewrite":
-        if source is None or not files.exists(source):
-            return True  # What was rewritten may be gone.
-        wanted = rewrite.name_in(source, options=options)
-    found = info.get("name") if isinstance(info, dict) else None
-    if found != wanted:
-        raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
-    return True
-
-
-def _check_origin(name: str, data_dir: str, source: str | None, options: Options | None) -> None:
-    """Raises DataError if the data set in `data_dir` was made from other files or options."""
+    is_gone = name == "rewrite" and (source is None or not files.exists(source))
+    if not is_gone:
+        # "mnist" from IDX files and "tfds:mnist/3.0.1" are the same data set.
+        wanted = bare_name(name)
+        if name == "rewrite":
+            wanted = rewrite.name_in(source or "", options=options)
+        found = info.get("name") if isinstance(info, dict) else None
+        if found != wanted:
+            raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
+    if overwrite or is_gone:
+        return not overwrite
     try:
-        then = json.loads(files.read_text(files.join(data_dir, origin.FILE_NAME)))
+        then = json.loads(files.read_text(files.join(data_dir, _ORIGIN)))
         then = {"options": dict(then["options"]), "files": dict(then["files"])}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return  # Of another program, or of a former version: nothing is known.
-    if name == "rewrite" and (source is None or not files.exists(source)):
-        return
-    now = dict(origin.origin(name, options or Options(), source, data_dir))
+        return True  # Of another program, or of a former version: nothing is known.
+    now = dict(_origin(name, options or Options(), source, data_dir))
     if options is None:
         now["options"] = then["options"]
     if source is None:
         now["files"] = then["files"]
-    if changed := origin.changes(then, now):
+    if changed := _changes(then, now):
         more = f"; and {len(changed) - _SHOWN_CHANGES} more" * (len(changed) > _SHOWN_CHANGES)
         raise DataError(
             f"{data_dir} holds {name}, but not of this source and these options: "
             f"{'; '.join(changed[:_SHOWN_CHANGES])}{more}. Add --overwrite to write it again; or, "
             f"to keep it, give the former options and leave --source out. {_GIVE_ANOTHER}"
         )
+    return True
+
+
+def _origin(name: str, options: Options, source: str | None, data_dir: str) -> _Origin:
+    """Describes the options, and the number, size and last change of the files in `source`.
+
+    These are the files and directories directly in directory `source` that data set `name` reads; a
+    directory has the total of all files below it. `data_dir` may be below it, and is left out. If
+    `source` is no directory, it is one file; if it is None, there are no files.
+    """
+    found: dict[str, list[int]] = {}
+    if source is not None and not files.is_dir(source):
+        is_function = name.startswith("python:")  # FILE.py:FUNCTION
+        file = source.rpartition(":")[0] if is_function else source
+        found[os.path.basename(source)] = [1, *files.stamp(file or source)]
+    elif source is not None:
+        patterns = files_read(name, options)
+        for entry in sorted(files.names_in(source)):
+            path = files.join(source, entry)
+            if any(fnmatch.fnmatch(entry.lower(), pattern.lower()) for pattern in patterns):
+                stamps = list(_stamps(path, data_dir))
+                if stamps:
+                    num_bytes, times = map(list, zip(*stamps, strict=True))
+                    found[entry] = [len(stamps), sum(num_bytes), max(times)]
+    return {"options": options.complete(), "files": found}
+
+
+def _changes(then: _Origin, now: _Origin) -> list[str]:
+    """What differs, one text for each file and option."""
+    differences = [
+        f"--{name} was {then['options'].get(name)}, and is now {value}"
+        for name, value in now["options"].items()
+        if then["options"].get(name) != value
+    ]
+    for name in sorted(then["files"].keys() | now["files"].keys()):
+        before, after = (_describe(side["files"].get(name)) for side in (then, now))
+        if before != after:
+            differences.append(f"{name} was {before}, and is now {after}")
+    return differences
+
+
+def _stamps(path: str, data_dir: str) -> Iterator[tuple[int, int]]:
+    if is_ignored(os.path.basename(path)) or files.absolute(path) == data_dir:
+        return
+    if files.is_url(path) or not os.path.isdir(path):
+        yield files.stamp(path)
+        return
+    for directory, directories, names in os.walk(path):
+        directories[:] = [
+            name
+            for name in directories
+            if not is_ignored(name) and files.absolute(os.path.join(directory, name)) != data_dir
+        ]
+        for name in names:
+            if not is_ignored(name):
+                yield files.stamp(os.path.join(directory, name))
+
+
+def _describe(entry: Sequence[int] | None) -> str:
+    if entry is None:
+        return "missing"
+    count, num_bytes, time_ns = entry
+    seconds, nanoseconds = divmod(time_ns, 10**9)
+    time = datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return f"{count:,} file(s) of {num_bytes:,} bytes, changed {time}.{nanoseconds:09}"
 
 
 def _files_of_former(name: str, data_dir: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Examples -> TFRecord shards with their index, by one process or several.
 
-    split = write_shards(examples, "datasets/digits", "digits", "train", 4, num_examples)
+    split = write_split(examples, "datasets/digits", "digits", "train", 4, num_examples)
 
 Equal examples give equal files.
 """
@@ -17,20 +17,6 @@ from data.system import files
 from data.system.files import DataError, join
 from data.tfrecord.crc import FRAME_BYTES, Int64s, framed
 from data.tfrecord.split import Split, index_of, write_index
-
-
-def write_shards(
-    examples: Iterable[bytes],
-    out_dir: str,
-    name: str,
-    split: str,
-    num_shards: int,
-    num_examples: int,
-) -> Split:
-    """`write_split` by one process, which reads `examples` once, in order."""
-    return write_split(
-        lambda first, last: iter(examples), out_dir, name, split, num_shards, num_examples
-    )
 
 
 def write_split(

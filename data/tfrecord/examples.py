@@ -11,7 +11,7 @@ made for each different length, and NumPy copies headers and values of all rows 
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -131,6 +131,13 @@ def fixed(values: npt.NDArray[np.generic]) -> Texts:
     rows = np.ascontiguousarray(values)
     num_bytes = rows.nbytes // max(1, len(rows))
     return Texts(rows.reshape(-1).view(np.uint8), np.full(len(rows), num_bytes, np.int64))
+
+
+def texts(values: Iterable[bytes], per_row: int = 1) -> Texts:
+    """Byte strings as the values of rows, `per_row` in each."""
+    found = list(values)
+    lengths = np.array(list(map(len, found)), np.int64)
+    return Texts(np.frombuffer(b"".join(found), np.uint8), lengths, per_row)
 
 
 def _varints(numbers: Int64s) -> Texts:

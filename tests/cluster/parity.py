@@ -21,7 +21,6 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.order import Order
-from data.prepare.writing import write_shards
 from data.reader import Reader
 from data.tfrecord.split import Split, open_split
 from strategies.base import Executor
@@ -35,6 +34,7 @@ from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import start_server
 from strategies.ps.sync.executor import SynchronousExecutor
 from strategies.transfer import Transfer
+from tests.shards import write_shards
 from trainer.build import build_learner
 from trainer.config import Config, Recipe
 from trainer.config_checks import check, check_replicas

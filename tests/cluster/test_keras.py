@@ -11,9 +11,9 @@ import tensorflow_datasets as tfds
 
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
-from data.prepare.writing import write_shards
 from tests.cluster.runs import CONFIGS, TOPOLOGIES, Run, train
 from tests.commands import run_python
+from tests.shards import write_shards
 
 
 @pytest.fixture(scope="module")

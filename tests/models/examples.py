@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from data.prepare.writing import write_shards
 from data.tfrecord.examples import example_bytes
+from tests.shards import write_shards
 from trainer.config import Config
 
 BATCH, TRAIN, TEST = 24, 240, 50

@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from data.disk_reader import DiskReader
 from data.order import Order
-from data.prepare import writing
 from data.reader import Reader
 from data.system.files import DataError
 from data.tfrecord import damage
 from data.tfrecord import split as records
 from data.tfrecord.crc import framed
 from data.tickets import DiskTickets
+from tests.shards import write_shards
 from tests.unit.test_split import flip
 
 NUM_EXAMPLES = 6000
@@ -31,7 +31,7 @@ def examples() -> list[bytes]:
 
 @pytest.fixture
 def split(tmp_path: Path) -> records.Split:
-    written = writing.write_shards(examples(), str(tmp_path), "toy", "train", 3, NUM_EXAMPLES)
+    written = write_shards(examples(), str(tmp_path), "toy", "train", 3, NUM_EXAMPLES)
     assert written.chunk_examples == CHUNK
     return written
 
@@ -227,7 +227,7 @@ def test_other_damage_is_another_split(tmp_path: Path, split: records.Split) -> 
 
 
 def test_nothing_left_is_refused(tmp_path: Path) -> None:
-    writing.write_shards([b"x" * 30], str(tmp_path), "toy", "train", 1, 1)
+    write_shards([b"x" * 30], str(tmp_path), "toy", "train", 1, 1)
     flip(str(tmp_path / "toy-train.tfrecord-00000-of-00001"), 20)
     with pytest.raises(DataError, match="No record of split 'train'"):
         damage.open_good(str(tmp_path), "train")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from data.disk_reader import DiskReader
 from data.features import ExampleParse, image_raw_parse
 from data.order import Order
-from data.prepare import writing
 from data.reader import Reader
 from data.tfrecord.examples import Value, example_bytes
 from data.tfrecord.fixed_layout import Column, Layout, find_layout
+from tests.shards import write_shards
 from tests.unit.test_split import flip
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -160,7 +160,7 @@ def test_there_is_no_layout_where_parse_example_would_refuse_or_values_vary_in_l
 
 
 def reader_of(directory: Path, examples: list[bytes], parse: ExampleParse) -> Reader:
-    split = writing.write_shards(examples, str(directory), "toy", "train", 2, len(examples))
+    split = write_shards(examples, str(directory), "toy", "train", 2, len(examples))
     order = Order(split.shard_lengths, split.chunk_examples, 20, 5, 3, seed=1, shuffle=True)
     return Reader(split, order, parse)
 

@@ -68,6 +68,7 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
         ("01501,40.1\n01502,40.2\n", NONE, "begins with numbers, 01501, 40.1.*--noheader"),
         ("1 000;3,5;1e999\n2 000;1;2\n", NONE, "begins with numbers, 1 000, 3,5.*--noheader"),
         ("", NONE, "Received: nothing"),
+        (",\n1,\n2,\n", Options(header=True, delimiter=","), r"no column with .*--noheader$"),
         ("a,b\n1,2\n", Options("c"), "--label may be a, b"),
         ('a,b\n1,"2\n', Options("a"), "line 2: unexpected end of data"),
     ],

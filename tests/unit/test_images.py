@@ -9,10 +9,10 @@ import tensorflow as tf
 from data.disk_reader import DiskReader
 from data.images import _random_boxes, random_resized_crops, resized
 from data.order import Order, replica_lanes
-from data.prepare.writing import write_shards
 from data.reader import Reader
 from data.system.files import DataError
 from data.tickets import DiskTickets
+from tests.shards import write_shards
 
 NUM_EXAMPLES, BATCH, LANES, SIZE = 60, 6, 6, 16
 SIDES = [(75, 100), (100, 75), (40, 40), (300, 200), (9, 200)]

@@ -10,15 +10,14 @@ import pytest
 import tensorflow as tf
 
 from data import inspect
-from data.prepare import writing
-from data.prepare.preparing import prepare
-from data.prepare.repairing import repair
+from data.prepare.preparing import prepare, repair
 from data.prepare.sources import Options
 from data.system import files
 from data.tfrecord import damage
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
 from data.tfrecord.examples import Value, example_bytes
+from tests.shards import write_shards
 from tests.unit.test_damage import FAULTS, examples, shard
 from tests.unit.test_prepare import ROOT, digest
 from tests.unit.test_prepare import run as run_module
@@ -67,7 +66,7 @@ def test_records_without_features_are_described_as_they_are(tmp_path: Path) -> N
 
 def test_records_that_are_no_examples_are_described(tmp_path: Path) -> None:
     texts = [b"plain text %d" % i for i in range(9)]
-    writing.write_shards(texts, str(tmp_path), "toy", "train", 1, 9)
+    write_shards(texts, str(tmp_path), "toy", "train", 1, 9)
     lines = list(inspect.describe(str(tmp_path), ["train"], num_examples=1))
     assert "  label  not counted: in some record it is not an integer" in lines
     assert "  example 0: 'plain text 0', not a tf.train.Example" in lines
@@ -80,10 +79,10 @@ def test_records_that_are_no_examples_are_described(tmp_path: Path) -> None:
 def test_label_is_counted_where_only_some_records_have_one(tmp_path: Path) -> None:
     some: list[dict[str, Value]] = [{"x": 1.5}, {"x": 2.5, "label": 3}, {"label": 3}, {"x": 0.5}]
     serialized = [example_bytes(values) for values in some]
-    writing.write_shards(serialized, str(tmp_path), "toy", "train", 1, 4)
+    write_shards(serialized, str(tmp_path), "toy", "train", 1, 4)
     lines = list(inspect.describe(str(tmp_path), ["train"], num_examples=0))
     assert "  label  3: 2  without: 2" in lines
-    writing.write_shards(serialized[:1], str(tmp_path), "toy", "none", 1, 1)
+    write_shards(serialized[:1], str(tmp_path), "toy", "none", 1, 1)
     lines = list(inspect.describe(str(tmp_path), ["none"], num_examples=0))
     assert not [line for line in lines if line.startswith("  label")]
 
@@ -91,7 +90,7 @@ def test_label_is_counted_where_only_some_records_have_one(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_good_copy_is_written_from_url_to_url(tmp_path: Path) -> None:
     source, target = "ram://repair/damaged", "ram://repair/good"
-    writing.write_shards(examples(), source, "toy", "train", 3, 6000)
+    write_shards(examples(), source, "toy", "train", 3, 6000)
     prepare("digits", str(tmp_path / "digits"))
     path = names.shard_paths(source, "train")[1]
     with tf.io.gfile.GFile(path, "rb") as file:
@@ -151,7 +150,7 @@ def test_damage_is_named_and_a_good_copy_is_written_elsewhere(
 ) -> None:
     damaged, lost, named = FAULTS[fault]
     source, out = tmp_path / "source", tmp_path / "good"
-    writing.write_shards(examples(), str(source), "toy", "train", 3, 6000)
+    write_shards(examples(), str(source), "toy", "train", 3, 6000)
     (source / "label.labels.txt").write_text("a\nb\n")
     damaged(source)
     before = digest(source)
@@ -173,7 +172,7 @@ def test_damage_is_named_and_a_good_copy_is_written_elsewhere(
 
 @pytest.mark.slow
 def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> None:
-    writing.write_shards(examples(), str(tmp_path / "a"), "toy", "train", 3, 6000)
+    write_shards(examples(), str(tmp_path / "a"), "toy", "train", 3, 6000)
     FAULTS["flipped bit"][0](tmp_path / "a")
     verified = run(f"--data_dir={tmp_path / 'a'}", "--verify")
     assert verified.returncode == 2
@@ -187,7 +186,7 @@ def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> Non
 @pytest.mark.parametrize("known_by", ["the index", "dataset_info.json"])
 def test_split_whose_files_are_all_missing_is_damage(known_by: str, tmp_path: Path) -> None:
     for split in ("train", "test"):
-        writing.write_shards(examples(), str(tmp_path), "toy", split, 1, 6000)
+        write_shards(examples(), str(tmp_path), "toy", split, 1, 6000)
     (shard,) = tmp_path.glob("toy-test.tfrecord*")
     shard.unlink()
     if known_by != "the index":
@@ -203,7 +202,7 @@ def test_split_whose_files_are_all_missing_is_damage(known_by: str, tmp_path: Pa
 @pytest.mark.slow
 def test_what_cannot_be_counted_is_said_and_the_other_records_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    writing.write_shards(examples(), str(source), "toy", "train", 3, 6000)
+    write_shards(examples(), str(source), "toy", "train", 3, 6000)
     (source / ".train.index.npz").unlink()
     FAULTS["flipped length"][0](source)
     said = repair(str(source), ["train"], str(tmp_path / "good"))

@@ -164,7 +164,7 @@ def half(first, last):
 
 train = SourceSplit(1437, 10**9, half)
 mixed = Source("digits", {**whole.splits, "train": train}, whole.files)
-catalog._NAMES["digits"] = catalog._Entry(lambda name, path, options: mixed, ())
+preparing.open_source = lambda name, path, options: mixed
 preparing.num_cores = lambda: 1
 preparing.prepare("digits", sys.argv[1])
 """

@@ -15,11 +15,11 @@ import tensorflow as tf
 from data import disk_reader, order
 from data import reader as pipeline
 from data.disk_reader import DiskReader
-from data.prepare import writing
 from data.system import files
 from data.tfrecord import split as records
 from data.tickets import DiskTickets
 from tests.commands import run_python
+from tests.shards import write_shards
 from tests.unit.test_split import flip
 
 NUM_EXAMPLES = 3011  # A prime: no batch size divides it.
@@ -35,7 +35,7 @@ def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def write_split(directory: Path) -> records.Split:
     """Records that `parse` knows."""
     examples = [f"{i:06d}".encode() + b"." * (700 + i % 50) for i in range(NUM_EXAMPLES)]
-    return writing.write_shards(examples, str(directory), "toy", "train", 3, NUM_EXAMPLES)
+    return write_shards(examples, str(directory), "toy", "train", 3, NUM_EXAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -234,13 +234,13 @@ def test_process_that_ends_in_the_midst_of_reading_does_end(tmp_path: Path) -> N
     # The tf.function and the iterator it takes from are a cycle, as in an executor.
     code = f"""
 import tensorflow as tf
-from data.prepare import writing
+from tests.shards import write_shards
 from data.disk_reader import DiskReader
 from tests.unit.test_reader import NUM_LANES, make_reader
 
 def main():
     examples = [b"%06d" % i + bytes(2000) for i in range(3000)]
-    split = writing.write_shards(examples, {str(tmp_path)!r}, "toy", "train", 1, 3000)
+    split = write_shards(examples, {str(tmp_path)!r}, "toy", "train", 1, 3000)
     batches = iter(DiskReader(make_reader(split)).batches(0, range(NUM_LANES)))
     take = tf.function(lambda: next(batches)[1])
     for _ in range(50):
@@ -261,7 +261,7 @@ def test_order_over_other_data_is_refused(split: records.Split) -> None:
 def test_large_records_are_read_in_parts_that_fit_memory(tmp_path: Path) -> None:
     num_bytes = 1 << 20
     examples = [f"{i:06d}".encode() + bytes(num_bytes) for i in range(45)]
-    split = writing.write_shards(examples, str(tmp_path), "big", "train", 1, 45)
+    split = write_shards(examples, str(tmp_path), "big", "train", 1, 45)
     reader = make_reader(split, batch=10)
     source = DiskTickets(reader)
     tickets = [len(source.ticket(*run)["shards"]) for run in reader.runs(0, 9)]
@@ -326,7 +326,7 @@ def test_windows_of_large_records_are_read_whatever_their_number_of_batches(
 ) -> None:
     # Of 6 batches in a group, which is a block of its own.
     examples = [f"{i:06d}".encode() + bytes(60 << 10) for i in range(300)]
-    split = writing.write_shards(examples, str(tmp_path), "big", "train", 1, 300)
+    split = write_shards(examples, str(tmp_path), "big", "train", 1, 300)
     reader = make_reader(split, batch=10)
     windows = dataclasses.replace(reader.order, window_batches=window)
     reader = dataclasses.replace(reader, order=windows)

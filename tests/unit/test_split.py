@@ -15,16 +15,16 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.prepare import writing
 from data.system import files
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
 from data.tfrecord.crc import framed
 from data.tfrecord.damage import open_good, verify
+from tests.shards import write_shards
 
 
 def write(directory: Path, examples: list[bytes], num_shards: int = 2) -> records.Split:
-    return writing.write_shards(
+    return write_shards(
         examples, str(directory), "toy", "train", num_shards, num_examples=len(examples)
     )
 
@@ -316,7 +316,7 @@ def test_flipped_bit_in_a_length_is_found_and_what_follows_is_still_checked(
 def test_writing_fewer_or_more_examples_than_announced_leaves_nothing(tmp_path: Path) -> None:
     for announced in (4, 6):
         with pytest.raises(files.DataError, match=f"{announced}"):
-            writing.write_shards([b"x"] * 5, str(tmp_path), "toy", "train", 2, announced)
+            write_shards([b"x"] * 5, str(tmp_path), "toy", "train", 2, announced)
         assert list(tmp_path.iterdir()) == []
     with pytest.raises(files.DataError, match="no examples"):
-        writing.write_shards([], str(tmp_path), "toy", "train", 2, 0)
+        write_shards([], str(tmp_path), "toy", "train", 2, 0)

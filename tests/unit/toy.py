@@ -11,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from data.order import Order
-from data.prepare.writing import write_shards
 from data.reader import Reader
 from data.tfrecord.split import Split
 from strategies.base import Executor
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
+from tests.shards import write_shards
 from tests.unit.comparing import assert_same
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.marks import Saved

@@ -1,17 +1,15 @@
 """Columns of Arrow tables: what a record holds of each type, and what is refused.
 
-    column = ArrowColumn("age", is_number=True, is_label=False, declared="", texts=())
-    column.add_array(array, "people.parquet", 0)    # each array; row 0 is its first
-    column.finish(missing_of("drop"))               # a DataError names file and row
-    values = column.convert(array)                  # for data.tfrecord.examples
+    column = ArrowColumn("age", is_number=True, is_label=False)
+    column.add(plain(array), "people.parquet", range(100))
 
 docs/data.md has the rules. `columns.Column` decides about types and missing values, as for CSV.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from typing_extensions import override
@@ -20,20 +18,13 @@ from data.numerals import CODE, DOUBLE, INTEGER, INTEGERS, LONG, LONGEST, NUMBER
 from data.prepare.sources.columns import (
     EMPTY,
     MISSING,
-    MISSING_VALUES,
     WHOLE,
     WRONG,
     Column,
-    First,
-    whole,
 )
-from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
+from data.prepare.sources.tables import Array, Mask
 from data.system.files import DataError
-from data.tfrecord.crc import Int64s
-from data.tfrecord.examples import Texts, Values, fixed
-
-Array = npt.NDArray[np.generic]
-Mask = npt.NDArray[np.bool_]
+from data.tfrecord.examples import Texts
 
 LISTS = "lists"
 _MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
@@ -41,15 +32,38 @@ _LEAST_FLOAT32 = np.finfo(np.float32).smallest_normal
 _STORED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")  # Others become int64.
 _LIST_TYPES = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), *_VIEWS)
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+def plain_type(dtype: pa.DataType) -> pa.DataType:
+    """The type of `plain` arrays."""
+    if pa.types.is_dictionary(dtype):
+        return plain_type(dtype.value_type)
+    if isinstance(dtype, pa.BaseExtensionType):
+        return plain_type(dtype.storage_type)
+    if not isinstance(dtype, _LIST_TYPES):
+        return _VIEWS.get(dtype, dtype)
+    items = dtype.value_field.with_type(plain_type(dtype.value_type))
+    if isinstance(dtype, pa.FixedSizeListType):
+        return pa.list_(items, dtype.list_size)
+    return pa.list_(items) if isinstance(dtype, pa.ListType) else pa.large_list(items)
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """The array without dictionaries, types of extensions, and views, which Arrow cannot take."""
+    if pa.types.is_dictionary(array.type):
+        return plain(array.dictionary).take(array.indices)
+    if isinstance(array.type, pa.BaseExtensionType):
+        return plain(array.storage)
+    dtype = plain_type(array.type)
+    return array if dtype == array.type else array.cast(dtype)
 
 
 def family_of(dtype: pa.DataType) -> str:
-    """NUMBER, TEXT or LISTS; "" for the type of only missing values, and for refused types."""
-    if pa.types.is_dictionary(dtype):
-        return family_of(dtype.value_type)
-    if isinstance(dtype, pa.BaseExtensionType):
-        return family_of(dtype.storage_type)
+    """NUMBER, TEXT or LISTS; "" for the type of only missing values, and for refused types.
+
+    `dtype` is a `plain_type`, here and below.
+    """
     if isinstance(dtype, _LIST_TYPES):
         items = dtype.value_type
         return LISTS if family_of(items) or pa.types.is_null(items) else ""
@@ -61,10 +75,8 @@ def family_of(dtype: pa.DataType) -> str:
 
 def unit_of(dtype: pa.DataType) -> str:
     """The type of times, such as timestamp[ms]; NUMBER; or "". For lists: of their items."""
-    if pa.types.is_dictionary(dtype) or isinstance(dtype, _LIST_TYPES):
+    if isinstance(dtype, _LIST_TYPES):
         return unit_of(dtype.value_type)
-    if isinstance(dtype, pa.BaseExtensionType):
-        return unit_of(dtype.storage_type)
     if pa.types.is_timestamp(dtype) and dtype.tz:  # All are stored in UTC.
         return f"{pa.timestamp(dtype.unit)} with a time zone"
     if pa.types.is_date(dtype):
@@ -72,37 +84,6 @@ def unit_of(dtype: pa.DataType) -> str:
     if _is_time(dtype):
         return str(dtype)
     return NUMBER if family_of(dtype) == NUMBER else ""
-
-
-def without_views(array: pa.Array) -> pa.Array:
-    """The array with other types of text in place of views, which Arrow cannot take or filter."""
-    if pa.types.is_dictionary(array.type) and array.type.value_type in _VIEWS:
-        return without_views(array.dictionary).take(array.indices)
-    dtype = _type_without_views(array.type)
-    return array if dtype == array.type else array.cast(dtype)
-
-
-def _type_without_views(dtype: pa.DataType) -> pa.DataType:
-    if not isinstance(dtype, _LIST_TYPES):
-        return _VIEWS.get(dtype, dtype)
-    items = dtype.value_field.with_type(_type_without_views(dtype.value_type))
-    if isinstance(dtype, pa.FixedSizeListType):
-        return pa.list_(items, dtype.list_size)
-    return pa.list_(items) if isinstance(dtype, pa.ListType) else pa.large_list(items)
-
-
-def plain(array: pa.Array) -> pa.Array:
-    """The array without dictionaries and types of extensions; times as integers of their unit."""
-    if pa.types.is_dictionary(array.type):
-        return plain(array.dictionary_decode())
-    if isinstance(array.type, pa.BaseExtensionType):
-        return plain(array.storage)
-    if pa.types.is_date64(array.type):
-        array = array.cast(pa.date32(), safe=False)
-    if _is_time(array.type):
-        integer = pa.int32() if array.type.bit_width == 32 else pa.int64()
-        return array.view(integer).cast(pa.int64())
-    return array
 
 
 def _is_time(dtype: pa.DataType) -> bool:
@@ -114,42 +95,37 @@ class ArrowColumn(Column):
 
     unit = "row"
 
-    def __init__(
-        self, name: str, *, is_number: bool, is_label: bool, declared: str, texts: Sequence[str]
-    ) -> None:
-        super().__init__(name, is_label=is_label, declared=declared, texts=texts)
+    def __init__(self, name: str, *, is_number: bool, **how: Any) -> None:
+        """`how`: the other arguments of Column."""
+        super().__init__(name, **how)
         self._is_number = is_number
+        # The values are text, and an option says that they are numbers.
+        self._has_numerals = not is_number and self.declared in (INTEGER, NUMBER)
         self._types: dict[pa.DataType, None] = {}
-        self._text_bytes = self._num_rows = 0
 
-    def add_array(self, array: pa.Array, path: str, row: int) -> None:
-        """Adds values; the first is in `row` of file `path`."""
-        if not pa.types.is_null(dtype := array.type):
-            self._types.setdefault(dtype.value_type if pa.types.is_dictionary(dtype) else dtype)
-        self._num_rows += len(array)
-        if self._is_number:
-            if self.declared == TEXT:
-                self._text_bytes += pc.sum(pc.binary_length(as_text(array))).as_py() or 0
-            kinds = self._kinds_of_numbers(plain(array), path, row)
-        elif self.declared in (INTEGER, NUMBER):
-            for number, value in enumerate(map(_str, array.to_pylist()), row):
-                self.add(path, number, value)
+    @override
+    def add(self, values: pa.Array, path: str, rows: Sequence[int]) -> None:
+        if not pa.types.is_null(values.type):
+            self._types.setdefault(values.type)
+        if self._has_numerals:
+            super().add(_strings(values), path, rows)
             return
+        if self._is_number and self.declared != TEXT:
+            kinds = self._kinds_of_numbers(values, path, rows)
         else:
-            found = as_text(array)
+            found = as_text(values)
+            self._num_rows += len(values)
             self._text_bytes += pc.sum(pc.binary_length(found)).as_py() or 0
             empty = _is_empty(found) & self.is_label
             kinds = {EMPTY: empty, TEXT: ~empty}
         for kind, mask in kinds.items():
             if number := int(np.count_nonzero(mask)):
                 first = int(mask.argmax())
-                said = "" if kind == EMPTY else _str(array[first].as_py()) or "null"
-                self.count(kind, number, First(path, row + first, said, "row"))
+                said = "" if kind == EMPTY else _str(values[first].as_py()) or "null"
+                self._count(kind, number, path, rows[first], said)
 
-    def _kinds_of_numbers(self, array: pa.Array, path: str, row: int) -> dict[str, Mask]:
+    def _kinds_of_numbers(self, array: pa.Array, path: str, rows: Sequence[int]) -> dict[str, Mask]:
         values, missing, beyond = numbers_of(array)
-        if self.declared == TEXT:
-            return {MISSING if not self.is_label else EMPTY: missing, TEXT: ~missing}
         present = ~(missing | beyond)
         kinds = {MISSING: missing, CODE: beyond}
         sizes = np.abs(values)
@@ -166,7 +142,7 @@ class ArrowColumn(Column):
                 LONGEST: present & ~small & ~long,
             }
         if (infinite := present & np.isinf(values)).any():
-            where = First(path, row + int(infinite.argmax()), "", "row").where
+            where = f"{path}, row {rows[int(infinite.argmax())]}"
             raise DataError(
                 f"{where}: column {self.name} has an infinite value. Needed are finite numbers. "
                 f"Replace it in the source, by null for example, for which --missing says what is "
@@ -193,29 +169,17 @@ class ArrowColumn(Column):
             return INTEGER if self._is_number else TEXT
         return NUMBER if reals <= {pa.float16(), pa.float32()} else DOUBLE
 
-    def notes(self, path: str) -> Iterator[str]:
-        """What a user should know of the column."""
-        yield self.note()
-
-    def lacks(self, array: pa.Array) -> Mask:
-        """A mask, bool [n]: true where a value is missing."""
-        if self.kind == TEXT:
-            return _is_empty(as_text(array))
-        if not self._is_number:
-            return np.array([_str(v).lower() in MISSING_VALUES for v in array.to_pylist()], bool)
-        return numbers_of(plain(array))[1]
+    @override
+    def lacks(self, values: pa.Array) -> Mask:
+        if self._has_numerals:
+            return super().lacks(_strings(values))
+        return _is_empty(as_text(values)) if self.kind == TEXT else numbers_of(values)[1]
 
     @property
-    def node(self) -> Node:
-        """The feature that describes the column."""
-        if self.kind == TEXT:
-            return text()
-        return tensor("float64", ()) if self.kind == DOUBLE else scalar(self._dtype)
-
-    @property
+    @override
     def _dtype(self) -> str:
         if self.kind != INTEGER:
-            return "float64" if self.kind == DOUBLE else "float32"
+            return super()._dtype
         (dtype,) = {str(dtype) for dtype in self._types} if len(self._types) == 1 else {""}
         is_same = dtype in _STORED and not (self.num_missing and self.missing.kind)
         return dtype if is_same else "int64"
@@ -229,59 +193,42 @@ class ArrowColumn(Column):
         others = [each for each in others if (each, kind) != ("float", "float32")]
         return f"{kind} of {', '.join(others)}" if others else kind
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of a value, on average."""
-        return 8 + self._text_bytes // max(1, self._num_rows)
+    @override
+    def _names(self, values: pa.Array) -> list[str]:
+        try:
+            return [value.decode() for value in as_text(values).to_pylist()]
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"The label {self.name} has {error.object!r}, which is not UTF-8. Needed are "
+                "integers from 0, or names."
+            ) from None
 
-    def classes(self, array: pa.Array) -> set[int | str]:
-        """The values of a label, different ones only."""
-        if self.kind == TEXT:
-            found = pc.unique(as_text(array)).to_pylist()
-            try:
-                return {value.decode() for value in found}
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"The label {self.name} has {error.object!r}, which is not UTF-8. Needed are "
-                    "integers from 0, or names."
-                ) from None
-        return set(np.unique(self._values(array)).astype(np.int64).tolist())
+    @override
+    def _texts(self, values: pa.Array) -> Texts:
+        return texts_of(as_text(values))
 
-    def convert(self, array: pa.Array, classes: Classes | None = None) -> Values:
-        """The values as a record holds them. `classes`: of the label."""
-        if self.kind == TEXT:
-            found = as_text(array)
-            if classes is None:
-                return texts_of(found)
-            names = pa.array([name.encode() for name in classes.names], found.type)
-            places: Int64s = pc.index_in(found, names).to_numpy(zero_copy_only=False)
-            return places.astype(np.int64)
-        values = self._values(array)
-        if self.kind == INTEGER:
-            return values.astype(np.int64)
-        return values.astype(np.float32) if self.kind == NUMBER else fixed(values.astype("<f8"))
-
-    def _values(self, array: pa.Array) -> Array:
-        """Numbers, with the number of --missing in the place of missing ones."""
+    @override
+    def _numbers(self, values: pa.Array) -> Array:
+        if self._has_numerals:
+            return super()._numbers(_strings(values))
         number = self.missing.number
-        if not self._is_number:
-            found = [
-                number if value.lower() in MISSING_VALUES else value
-                for value in map(_str, array.to_pylist())
-            ]
-            if self.kind == INTEGER:
-                return np.array(list(map(whole, found)), np.int64)
-            return np.array(list(map(float, found)), np.float64)
-        values, missing, _ = numbers_of(plain(array))
+        found, missing, _ = numbers_of(values)
         if number and missing.any():
-            if values.dtype != np.int64 or self.missing.kind not in INTEGERS:
-                values = values.astype(np.float64)
-            values = np.where(missing, values.dtype.type(number), values)
-        return values
+            if found.dtype != np.int64 or self.missing.kind not in INTEGERS:
+                found = found.astype(np.float64)
+            found = np.where(missing, found.dtype.type(number), found)
+        return found
 
 
 def numbers_of(array: pa.Array) -> tuple[Array, Mask, Mask]:
-    """Numbers as int64, float32 or float64; and masks of missing ones and of those beyond int64."""
+    """Numbers as int64, float32 or float64; and masks of missing ones and of those beyond int64.
+
+    Times are numbers of their unit.
+    """
+    if pa.types.is_date64(array.type):
+        array = array.cast(pa.date32(), safe=False)
+    if _is_time(array.type):
+        array = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
     missing: Mask = array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
     beyond = np.zeros(len(array), bool)
     if pa.types.is_decimal(array.type):
@@ -308,8 +255,6 @@ def numbers_of(array: pa.Array) -> tuple[Array, Mask, Mask]:
 
 def as_text(array: pa.Array) -> pa.Array:
     """Text, as large binary; missing values are empty."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
     if family_of(array.type) == NUMBER:
@@ -331,6 +276,10 @@ def texts_of(array: pa.Array) -> Texts:
     ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
     data = np.frombuffer(content or b"", np.uint8)[ends[0] : ends[-1]]
     return Texts(data, np.diff(ends))
+
+
+def _strings(array: pa.Array) -> list[str]:
+    return list(map(_str, array.to_pylist()))
 
 
 def _str(value: object) -> str:

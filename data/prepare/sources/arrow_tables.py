@@ -1,6 +1,6 @@
 """Arrow tables in chunks -> a source, for Parquet and Python: types, missing values, label, splits.
 
-    chunk = Chunk("people.parquet", 0, 1000, schema, read)
+    chunk = arrow_chunk("people.parquet", 0, 1000, schema, read)
     source = arrow_source("people", "people.parquet", {"": [chunk]}, {}, options)
 
 All values are read to find the types, a few rows at a time, and read again when they are written.
@@ -8,107 +8,55 @@ The result depends on the rows and their order only: not on the bounds of chunks
 Arrow may refuse values of Python in one batch that it takes in two, such as True and 1.
 """
 
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from typing_extensions import override
 
 from data.numerals import NUMBER, TEXT
-from data.prepare.progress import progress
-from data.prepare.sources import DROP, Options, Source, joined, split_named
+from data.prepare.sources import Options, Source, split_named
 from data.prepare.sources.arrow_columns import (
     LISTS,
     ArrowColumn,
-    Mask,
     as_text,
     family_of,
+    plain,
+    plain_type,
     unit_of,
-    without_views,
 )
 from data.prepare.sources.arrow_lists import ArrowLists
-from data.prepare.sources.columns import (
-    declared_types,
-    label_classes,
-    missing_note,
-    missing_of,
-)
+from data.prepare.sources.columns import Column, declared_types, missing_of
 from data.prepare.sources.examples import Classes
-from data.prepare.sources.tables import (
-    Examples,
-    Table,
-    columns_in,
-    common_columns,
-    no_column,
-    table_source,
-)
+from data.prepare.sources.tables import Batch, Chunk, Mask, columns_in, no_column
+from data.prepare.sources.typed_tables import read_all, typed_source
 from data.system.files import DataError
-from data.tfrecord.examples import records
+from data.tfrecord.crc import Uint8s
+from data.tfrecord.shard_names import SPLIT_DIRS
 
 _INDEX = re.compile(r"__index_level_\d+__")  # Of pandas, without a name.
-_FRAME_BYTES = 20  # Of a value, beside its name: lengths and kinds.
 _SHOWN_COLUMNS = 100
-Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]
-Columns = Mapping[str, ArrowColumn | ArrowLists]
 
 
-class Chunk(NamedTuple):
-    """Rows that can be read without those before them.
+def arrow_chunk(
+    path: str,
+    first: int,
+    num_rows: int,
+    schema: pa.Schema,
+    read: Callable[[Sequence[str]], Iterator[pa.RecordBatch]],
+) -> Chunk:
+    """Rows of a file; `read` yields these columns of the rows in order, in batches of some MiB."""
 
-    Attributes:
-        path: The file, for messages.
-        first: The number of its first row in the file, from 0.
-        read: Yields these columns of the rows in order, in batches of some MiB.
-    """
-
-    path: str
-    first: int
-    num_rows: int
-    schema: pa.Schema
-    read: Batches
-
-    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """As `read`, but without views."""
-        for batch in self.read(columns):
-            arrays = list(map(without_views, batch.columns))
-            yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
-
-
-def _examples(
-    chunks: Sequence[Chunk],
-    columns: Columns,
-    is_kept: Mask,
-    mask: bytes,
-    labels: Mapping[str, Classes],
-) -> Examples:
-    """`Table.examples` of the rows of `chunks` for which `is_kept`, bool [rows], is true."""
-    chosen = is_kept.copy()
-    chosen[is_kept] = np.frombuffer(mask, bool)
-    ends = np.cumsum([chunk.num_rows for chunk in chunks])
-    parts = np.split(chosen, ends[:-1])
-
-    def rows(part: int, low: int, high: int) -> Iterator[bytes]:
-        row = done = 0
-        for batch in chunks[part].batches(list(columns)):
-            places = np.flatnonzero(parts[part][row : row + len(batch)])
+    def batches(columns: Sequence[str]) -> Iterator[Batch]:
+        row = first
+        for batch in read(columns):
+            yield range(row, row + len(batch)), dict(zip(columns, map(plain, batch), strict=True))
             row += len(batch)
-            wanted = places[max(0, low - done) : max(0, high - done)]
-            done += len(places)
-            if len(wanted):
-                taken = batch if len(wanted) == len(batch) else batch.take(pa.array(wanted))
-                yield from records(
-                    {
-                        name: column.convert(taken.column(name), labels.get(name))
-                        for name, column in columns.items()
-                    }
-                )
-            if done >= high:
-                return
 
-    return joined([int(np.count_nonzero(part)) for part in parts], rows)
+    return Chunk(path, num_rows, batches, first, schema)
 
 
 def arrow_source(
@@ -127,117 +75,64 @@ def arrow_source(
     chunks = [chunk for part in tables.values() for chunk in part]
     if not chunks:
         raise DataError(f"{path} has no rows.")
-    names, notes = _names(path, tables, files, options)
+    names, notes = _names(path, chunks, options)
     columns = _columns(path, chunks, names, options)
-    masks = _read_all(path, chunks, columns, options.split_column)
-    for found in columns.values():
-        found.finish(missing)
-        notes += found.notes(path)
-    lacking = {key: found for key, found in columns.items() if found.num_missing}
-    label = columns[options.label] if options.label is not None else None
-    assert not isinstance(label, ArrowLists)
-    kept, values = _kept(tables, lacking if missing.drops else {}, label)
-    if lacking:
-        before, after = (sum(map(count, kept.values())) for count in (len, np.count_nonzero))
-        counts = {column: found.num_missing for column, found in lacking.items()}
-        notes.append(missing_note(path, counts, before, int(after), options.missing))
-    for split, mask in kept.items():
-        if lacking and not mask.any():
+    splits = {name: _Splits(name) for name in filter(None, [options.split_column])}
+    read_all(path, chunks, {**columns, **splits})
+    masks = next((found.masks() for found in splits.values()), None)
+    source, classes = typed_source(name, path, tables, columns, missing, options, files, masks)
+    types = _types_note(path, columns, classes)
+    return source._replace(notes=[*notes, *source.notes, types])
+
+
+class _Splits(Column):
+    """Finds the rows of each split, by a column with the names of splits."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._parts: list[Uint8s] = []  # Numbers of SPLIT_DIRS.
+
+    @override
+    def add(self, values: pa.Array, path: str, rows: Sequence[int]) -> None:
+        found = [value.decode(errors="replace") for value in as_text(values).to_pylist()]
+        splits = list(map(split_named, found))
+        if "" in splits:
             raise DataError(
-                f"{files.get(split, path)}: --missing={DROP} leaves no row: each has a missing "
-                "value. Give a number for missing numbers, for example --missing=0, or leave the "
-                "column out, by --columns."
+                f"{path}: column {self.name} has {found[splits.index('')]!r}. Needed are names of "
+                "splits, such as train, test and val. Rename its values, or leave --split_column "
+                "out."
             )
-    classes: dict[str, Classes] = {}
-    if label is not None:
-        classes[label.name], gaps = label_classes(path, label, values)
-        notes += gaps
-    notes.append(_types_note(path, columns, classes))
-    row_bytes = sum(len(key.encode()) + _FRAME_BYTES + c.num_bytes for key, c in columns.items())
-    rows = {}
-    for split, part in tables.items():
-        num_rows = int(np.count_nonzero(kept[split]))
-        examples = functools.partial(_examples, part, columns, kept[split])
-        rows[split] = Table(num_rows, row_bytes, examples)
-    by_column = {split: mask[kept[""]].tobytes() for split, mask in masks.items()} or None
-    nodes = {column: found.node for column, found in columns.items()}
-    source = table_source(name, rows, nodes, classes, options, by_column)
-    return source._replace(notes=[*filter(None, notes)])
+        self._parts.append(np.array(list(map(SPLIT_DIRS.index, splits)), np.uint8))
+
+    def masks(self) -> dict[str, Mask]:
+        """The rows of each split, bool [rows]."""
+        every = np.concatenate(self._parts)
+        return {SPLIT_DIRS[number]: every == number for number in np.unique(every)}
 
 
-def _read_all(
-    path: str, chunks: Sequence[Chunk], columns: Columns, split_column: str | None
-) -> dict[str, Mask]:
-    """Adds all values to `columns`. Returns a mask of the rows of each split in `split_column`."""
-    masks: dict[str, list[Mask]] = {}
-    num_read = 0
-    with progress(f"{path}, types", sum(chunk.num_rows for chunk in chunks)) as report:
-        for chunk, row, batch in _batches(chunks, [*columns, *filter(None, [split_column])]):
-            for column, found in columns.items():
-                found.add_array(batch.column(column), chunk.path, row)
-            if split_column is not None:
-                where = f"{chunk.path}: column {split_column}"
-                _add_splits(masks, as_text(batch.column(split_column)), where)
-            num_read += len(batch)
-            report(num_read)
-    return {split: np.concatenate(parts) for split, parts in masks.items()}
-
-
-def _kept(
-    tables: Mapping[str, Sequence[Chunk]],
-    lacking: Columns,
-    label: ArrowColumn | None,
-) -> tuple[dict[str, Mask], set[int | str]]:
-    """The rows of each split that lack no value of `lacking`, and the values of their labels."""
-    kept: dict[str, Mask] = {}
-    values: set[int | str] = set()
-    looked_at = [*lacking, *([label.name] if label and label.name not in lacking else [])]
-    for split, part in tables.items():
-        kept[split] = np.ones(sum(chunk.num_rows for chunk in part), bool)
-        begin = 0
-        for _, _, batch in _batches(part, looked_at) if looked_at else ():
-            mask = kept[split][begin : begin + len(batch)]
-            begin += len(batch)
-            for column, found in lacking.items():
-                mask &= ~found.lacks(batch.column(column))
-            if label is not None:
-                values |= label.classes(batch.column(label.name).filter(pa.array(mask)))
-    return kept, values
-
-
-def _names(
-    path: str,
-    tables: Mapping[str, Sequence[Chunk]],
-    files: Mapping[str, str],
-    options: Options,
-) -> tuple[list[str], list[str]]:
+def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[str], list[str]]:
     """The columns that are read, in the order of the first chunk; and notes."""
-    headers: dict[str, list[str]] = {}
-    first = next(part[0] for part in tables.values() if part)
+    there = chunks[0].schema.names
     chosen = columns_in(options.columns)
-    needed = {*chosen, options.label, options.split_column} if chosen else None
-    wanted = {name for name in first.schema.names if needed is None or name in needed}
-    for split, part in tables.items():
-        for chunk in part:
-            found = chunk.schema.names
-            if repeated := [name for name in found if found.count(name) > 1]:
-                raise DataError(f"{chunk.path} has two columns {repeated[0]!r}. Rename one.")
-            here = {name for name in found if needed is None or name in needed}
-            if here == wanted:
-                found = first.schema.names
-            elif split in headers:
-                missing, more = wanted - here, here - wanted
-                said = [f"lacks {', '.join(sorted(missing))}"] if missing else []
-                said += [f"also has {', '.join(sorted(more))}"] if more else []
-                raise DataError(
-                    f"{chunk.path}, row {chunk.first}: other columns than in {first.path}: it "
-                    f"{' and '.join(said)}. All rows need the same columns: --columns has those "
-                    "that are taken."
-                )
-            headers[split] = found
-    there = common_columns(path, headers, files, options)
-    for flag, named in (("columns", chosen), ("split_column", [options.split_column])):
-        for column in filter(None, named):
+    named: dict[str, Sequence[str | None]]
+    named = {"label": [options.label], "columns": chosen, "split_column": [options.split_column]}
+    needed = {*filter(None, itertools.chain(*named.values()))} if chosen else {*there}
+    for chunk in chunks:
+        found = chunk.schema.names
+        if repeated := [name for name in found if found.count(name) > 1]:
+            raise DataError(f"{chunk.path} has two columns {repeated[0]!r}. Rename one.")
+        here = {name for name in found if not chosen or name in needed}
+        missing, more = sorted(needed.intersection(there) - here), sorted(here.difference(there))
+        if missing or more:
+            said = [f"lacks {', '.join(missing)}"] if missing else []
+            said += [f"also has {', '.join(more)}"] if more else []
+            raise DataError(
+                f"{chunk.path}, row {chunk.first}: other columns than in {chunks[0].path}: it "
+                f"{' and '.join(said)}. All rows need the same columns: --columns has those that "
+                "are taken."
+            )
+    for flag, columns in named.items():
+        for column in filter(None, columns):
             if column not in there:
                 raise no_column(path, flag, column, there)
     names = [
@@ -275,7 +170,7 @@ def _columns(
         units: dict[str, Chunk] = {}
         for chunk in chunks:
             dtype = chunk.schema.field(name).type
-            family = family_of(dtype)
+            family = family_of(plain_type(dtype))
             if not family and not pa.types.is_null(dtype):
                 raise DataError(
                     f"{chunk.path}: column {name} is {dtype}, which a record cannot hold. Needed "
@@ -284,7 +179,7 @@ def _columns(
                 )
             if family:
                 families.setdefault(family, chunk)
-            if unit := unit_of(dtype):
+            if unit := unit_of(plain_type(dtype)):
                 units.setdefault(unit, chunk)
         if mixed := next((found for found in (families, units) if len(found) > 1), None):
             (one, at), (other, there) = list(mixed.items())[:2]
@@ -293,21 +188,17 @@ def _columns(
                 f"{_plural(one)} in {at.path} from row {at.first} on. Convert one of them, "
                 "or leave it out: --columns has the columns that are taken."
             )
+        how: dict[str, Any] = {"is_label": name == options.label, "declared": types.get(name, "")}
         if LISTS not in families:
-            columns[name] = ArrowColumn(
-                name,
-                is_number=NUMBER in families,
-                is_label=name == options.label,
-                declared=types.get(name, ""),
-                texts=texts,
-            )
+            is_number = NUMBER in families
+            columns[name] = ArrowColumn(name, is_number=is_number, texts=texts, **how)
         elif name == options.label or types.get(name, TEXT) != TEXT:
             flag = "label" if name == options.label else "integer or --float"
             raise DataError(
                 f"{path}: column {name} has lists, so it cannot be in --{flag}. Leave it out of it."
             )
         else:
-            columns[name] = ArrowLists(name, is_text=name in types)
+            columns[name] = ArrowLists(name, texts=texts, **how)
     return columns
 
 
@@ -315,34 +206,9 @@ def _plural(family: str) -> str:
     return f"{family}s" if family == "number" else family
 
 
-def _batches(
-    chunks: Sequence[Chunk], columns: Sequence[str]
-) -> Iterator[tuple[Chunk, int, pa.RecordBatch]]:
-    """The batches of all chunks, with the number of the first row of each in its file."""
-    for chunk in chunks:
-        row = chunk.first
-        for batch in chunk.batches(columns):
-            yield chunk, row, batch
-            row += len(batch)
-
-
-def _add_splits(masks: dict[str, list[Mask]], values: pa.Array, where: str) -> None:
-    """Adds to `masks` the rows of each split. `values`: the split of each row."""
-    # A split that is found later has none of the rows before.
-    before = [len(mask) for mask in next(iter(masks.values()), [])]
-    found = np.array([value.decode(errors="replace") for value in values.to_pylist()], object)
-    splits = {value: split_named(value) for value in sorted(set(found))}
-    if unknown := [value for value, split in splits.items() if not split]:
-        raise DataError(
-            f"{where} has {unknown[0]!r}. Needed are names of splits, such as train, test and val. "
-            "Rename its values, or leave --split_column out."
-        )
-    for split in {*splits.values(), *masks}:
-        parts = masks.setdefault(split, [np.zeros(length, bool) for length in before])
-        parts.append(np.array([splits[value] == split for value in found], bool))
-
-
-def _types_note(path: str, columns: Columns, classes: Mapping[str, Classes]) -> str:
+def _types_note(
+    path: str, columns: Mapping[str, ArrowColumn | ArrowLists], classes: Mapping[str, Classes]
+) -> str:
     stored = {name: found.stored for name, found in columns.items()}
     stored |= {name: f"label of {found.num_classes:,} classes" for name, found in classes.items()}
     types = [f"{name} {found}" for name, found in itertools.islice(stored.items(), _SHOWN_COLUMNS)]

@@ -28,29 +28,25 @@ _AGAIN = "Unpack the archive again."
 _URL = "https://www.cs.toronto.edu/~kriz/"
 
 
-class _Label(NamedTuple):
-    num_classes: int
-    names_file: str  # The file with the class names.
-
-
 class _Kind(NamedTuple):
-    labels: Mapping[str, _Label]  # In the order of a record.
+    # In the order of a record: the number of classes, and the file with their names.
+    labels: Mapping[str, tuple[int, str]]
     files: Mapping[str, Sequence[str]]  # Of each split.
     archive: str
     directory: str  # To which the archive unpacks.
 
 
-KINDS = {
+_KINDS = {
     "cifar10": _Kind(
-        {"label": _Label(10, "batches.meta.txt")},
+        {"label": (10, "batches.meta.txt")},
         {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]},
         "cifar-10-binary.tar.gz",
         "cifar-10-batches-bin",
     ),
     "cifar100": _Kind(
         {
-            "coarse_label": _Label(20, "coarse_label_names.txt"),
-            "label": _Label(100, "fine_label_names.txt"),
+            "coarse_label": (20, "coarse_label_names.txt"),
+            "label": (100, "fine_label_names.txt"),
         },
         {"train": ["train.bin"], "test": ["test.bin"]},
         "cifar-100-binary.tar.gz",
@@ -64,7 +60,7 @@ def source(name: str, path: str, options: Options) -> Source:
 
     CIFAR-100 has a `label` (100 classes) and a `coarse_label` (20).
     """
-    kind = KINDS[name]
+    kind = _KINDS[name]
     is_partial = bool(options.allow_partial)
     where = _find(name, kind, path, is_partial)
     load = functools.partial(_batch, len(kind.labels), is_partial)
@@ -77,12 +73,12 @@ def source(name: str, path: str, options: Options) -> Source:
         if is_partial:
             notes.append(f"{split}: {splits[split].num_examples:,} images{missing}")
     labels = {}
-    for key, label in kind.labels.items():
-        names = _names(_file(where, label.names_file))
-        if len(names) not in (0, label.num_classes):
-            needed = f"needed are {label.num_classes}"
+    for key, (num_classes, names_file) in kind.labels.items():
+        names = _names(_file(where, names_file))
+        if len(names) not in (0, num_classes):
+            needed = f"needed are {num_classes}"
             raise DataError(f"{where} names {len(names)} classes of {key}; {needed}. {_AGAIN}")
-        labels[key] = Classes(label.num_classes, names)
+        labels[key] = Classes(num_classes, names)
     return labelled_images(name, _SHAPE, labels, splits, options)._replace(notes=notes)
 
 

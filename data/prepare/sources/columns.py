@@ -1,17 +1,19 @@
 """The columns of a table: their types, which all their values decide, and errors for wrong values.
 
 column = Column("age", is_label=False)
-column.add("people.csv", 2, "37")               # each value
+column.add(["37", "41"], "people.csv", [2, 3])  # all values, with their lines
 column.finish(missing_of("drop"))               # a DataError names file and line
 print(column.kind)                              # INTEGER
+values = column.convert(["37", "41"])           # for data.tfrecord.examples
 """
 
-import array
 import collections
 import decimal
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from data.numerals import (
     CODE,
@@ -30,10 +32,18 @@ from data.numerals import (
     kind_of,
 )
 from data.prepare.sources import DROP, Options
-from data.prepare.sources.examples import Classes, Node, tensor
-from data.prepare.sources.tables import classes_of, columns_in, no_column, typed
+from data.prepare.sources.examples import Classes, scalar, tensor, text
+from data.prepare.sources.tables import (
+    Array,
+    Mask,
+    TableColumn,
+    classes_of,
+    columns_in,
+    no_column,
+    typed,
+)
 from data.system.files import DataError
-from data.tfrecord.examples import PADDING, Value
+from data.tfrecord.examples import PADDING, Texts, Values, fixed, texts
 
 MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
 
@@ -43,20 +53,14 @@ WRONG = "wrong"  # Not of the type that an option says.
 _NUMERALS = (*NUMBERS, CODE)
 _MOST_DIGITS = 19  # Of int64.
 _OPTION_OF = {INTEGER: "integer", NUMBER: "float"}
+_DTYPES = {INTEGER: "int64", NUMBER: "float32", DOUBLE: "float64"}
 
 
 class First(NamedTuple):
-    """The first value of a kind in a column."""
+    """The first value of a kind in a column; `where`: its file, and its place there."""
 
-    path: str
-    line: int
+    where: str
     value: str
-    unit: str = "line"  # Or "row", from 0.
-
-    @property
-    def where(self) -> str:
-        """Its file, and its place there."""
-        return f"{self.path}, {self.unit} {self.line}"
 
 
 class Missing(NamedTuple):
@@ -68,12 +72,15 @@ class Missing(NamedTuple):
 
 
 class Column:
-    """Counts the values of a column by kind, keeps the first of each, and finds the type."""
+    """Counts the values of a column by kind, keeps the first of each, and finds the type.
 
-    unit = "line"  # What `First.line` counts.
+    Values are texts here; `ArrowColumn` is the same for arrays of Arrow.
+    """
+
+    unit = "line"  # What the numbers of rows in messages are.
 
     def __init__(
-        self, name: str, *, is_label: bool, declared: str = "", texts: Sequence[str] = ()
+        self, name: str, *, is_label: bool = False, declared: str = "", texts: Sequence[str] = ()
     ) -> None:
         """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: columns of --text."""
         self.name, self.is_label, self.declared = name, is_label, declared
@@ -82,9 +89,16 @@ class Column:
         self._counts: collections.Counter[str] = collections.Counter()
         self.missing = Missing(False)
         self.kind = ""  # INTEGER, NUMBER, DOUBLE or TEXT, after `finish`.
+        self._text_bytes = self._num_rows = 0
 
-    def add(self, path: str, line: int, value: str) -> None:
-        """Adds a value, which is in `line` of file `path`."""
+    def add(self, values: Any, path: str, rows: Sequence[int]) -> None:
+        """Adds values, which are in these `rows` (or lines) of file `path`."""
+        self._num_rows += len(values)
+        self._text_bytes += len("".join(values).encode())
+        for value, row in zip(values, rows, strict=True):
+            self._add(value, path, row)
+
+    def _add(self, value: str, path: str, row: int) -> None:
         kind = kind_of(value)
         if kind == TEXT and value.lower() in MISSING_VALUES:
             kind = MISSING if value else EMPTY
@@ -100,12 +114,12 @@ class Column:
         if kind in self._counts:
             self._counts[kind] += 1
         else:
-            self.count(kind, 1, First(path, line, value, self.unit))
+            self._count(kind, 1, path, row, value)
 
-    def count(self, kind: str, number: int, first: First) -> None:
-        """Adds `number` values of a kind; `first` is the first of them."""
+    def _count(self, kind: str, number: int, path: str, row: int, value: str = "") -> None:
+        """Adds `number` values of a kind; `value` is the first of them."""
         self._counts[kind] += number
-        self._first.setdefault(kind, first)
+        self._first.setdefault(kind, First(f"{path}, {self.unit} {row}", value))
 
     def finish(self, missing: Missing) -> None:
         """Finds the kind, after all values were added. Raises DataError for a wrong value."""
@@ -193,8 +207,11 @@ class Column:
             return 0
         return self._num_missing
 
-    def note(self) -> str:
+    def notes(self, path: str) -> Iterator[str]:
         """What a user should know if values of the column do not look as its type does."""
+        yield self._note()
+
+    def _note(self) -> str:
         first = self._first
         if self.kind == INTEGER and WHOLE in first:
             found = first[WHOLE]
@@ -225,109 +242,85 @@ class Column:
         where, value = first[unfit].where, first[unfit].value
         return f"{where}: column {self.name} is text, because {why} {value!r}"
 
-    def fraction(self) -> First | None:
-        """The first value that is no integer."""
-        return self._first.get(NUMBER) or self._first.get(DOUBLE)
-
     @property
-    def is_empty(self) -> bool:
-        """True if the column has no value."""
-        return self._counts.keys() <= {EMPTY}
+    def kinds(self) -> set[str]:
+        """The kinds of the values."""
+        return set(self._counts)
 
-    @property
-    def has_only_integers(self) -> bool:
-        """True if all values are whole numbers."""
-        return self._counts.keys() == {INTEGER}
+    def _check_padding(self) -> None:
+        """Raises DataError for an item that is padding. For columns of lists."""
+        if wrong := self._first.get(str(PADDING)):
+            raise DataError(
+                f"{wrong.where}: column {self.name} has the item {PADDING}, with which shorter "
+                "lists are filled up. Replace it by another integer, or, if all are text, add "
+                f"{self.as_text}."
+            )
 
     @property
     def _num_missing(self) -> int:
         return self._counts[EMPTY] + self._counts[MISSING]
 
+    def feature(self) -> TableColumn:
+        """The column as a feature, after `finish`."""
+        if self.kind == TEXT:
+            num_bytes = 8 + self._text_bytes // max(1, self._num_rows)
+            return TableColumn(text(), num_bytes, self.convert)
+        node = tensor("float64", ()) if self.kind == DOUBLE else scalar(self._dtype)
+        return TableColumn(node, 8, self.convert)
 
-class Lists:
-    """Finds the length of the longest list of a column, and the first item of each kind."""
+    @property
+    def _dtype(self) -> str:
+        return _DTYPES[self.kind]
 
-    def __init__(self, name: str, *, is_text: bool, texts: Sequence[str] = ()) -> None:
-        self.name, self._is_text = name, is_text
-        self._as_text = typed("text", *texts, name)
-        # For the separators "|" and None, which stands for spaces.
-        self._lengths: dict[str | None, int] = {"|": 1, None: 1}
-        self._first: dict[str | None, dict[str, First]] = {"|": {}, None: {}}
-        self._separator: str | None = None
+    def lacks(self, values: Any) -> Mask:
+        """A mask, bool [n]: true where a value is missing."""
+        missing = ("",) if self.kind == TEXT else MISSING_VALUES
+        return np.array([value.lower() in missing for value in values], bool)
 
-    def add(self, path: str, line: int, value: str) -> None:
-        """Adds a value of the column, which is in `line` of file `path`."""
-        if "|" in value:
-            self._separator = "|"
-        for separator, first in self._first.items():
-            items = _items(value, separator)
-            self._lengths[separator] = max(self._lengths[separator], len(items))
-            for item in items:
-                kind = kind_of(item)
-                if kind != CODE:
-                    kind = INTEGER if kind in INTEGERS else TEXT
-                first.setdefault(kind, First(path, line, item))
-                if item == str(PADDING):
-                    first.setdefault(item, First(path, line, item))
+    def classes(self, values: Any) -> set[int | str]:
+        """The values of a label, different ones only."""
+        if self.kind == TEXT:
+            return set(self._names(values))
+        return set(np.unique(self._numbers(values)).astype(np.int64).tolist())
 
-    def check(self) -> None:
-        """Raises DataError for a mix of integers and text, and for an integer that is padding."""
-        first = self._first[self._separator]
-        if INTEGER in first and TEXT in first and not self._is_text:
-            integer, wrong = first[INTEGER], first[TEXT]
+    def label_classes(
+        self, path: str, values: Iterable[int | str]
+    ) -> tuple[Classes, Sequence[str]]:
+        """The classes of the label, and notes. Raises DataError if its values are no classes."""
+        advice = f"add {self.as_text}, which takes the values as names"
+        fraction = self._first.get(NUMBER) or self._first.get(DOUBLE)
+        if fraction and self.kind != TEXT:
             raise DataError(
-                f"{wrong.where}: column {self.name} has the item {wrong.value!r}, but "
-                f"{integer.value!r} in line {integer.line} of {integer.path}. The items of a "
-                "column are integers or text: correct it, or, if all are text, add "
-                f"{self._as_text}."
+                f"{fraction.where}: {self.name} is the label, and has {fraction.value!r}; needed "
+                f"are integers from 0, or names: {advice}; or leave --label out, and train with "
+                f"{shlex.quote(f'--config.data.label={self.name}')}."
             )
-        if self._has_integers and str(PADDING) in first:
-            raise padding_error(first[str(PADDING)], self.name, self._as_text)
+        return classes_of(values, f"{path}: {self.name}", f", or {advice}")
 
-    def notes(self, path: str) -> Iterator[str]:
-        """What a user should know of the column."""
-        first = self._first[self._separator]
-        yield f"{path}: the longest list of {self.name} has {self.length:,} items"
-        if CODE in first and TEXT not in first and not self._is_text:
-            yield (
-                f"{first[CODE].where}: the items of {self.name} are text, because a number would "
-                f"change {first[CODE].value!r}"
-            )
+    def convert(self, values: Any, classes: Classes | None = None) -> Values:
+        """The values as a record holds them. `classes`: of the label."""
+        if self.kind == TEXT:
+            return classes.numbers(self._names(values)) if classes else self._texts(values)
+        numbers = self._numbers(values)
+        if self.kind == INTEGER:
+            return numbers.astype(np.int64)
+        return numbers.astype(np.float32) if self.kind == NUMBER else fixed(numbers.astype("<f8"))
 
-    @property
-    def length(self) -> int:
-        """The number of items of the longest list, at least 1."""
-        return self._lengths[self._separator]
+    def _names(self, values: Any) -> Iterable[str]:
+        return values  # type: ignore[no-any-return]  # Texts.
 
-    @property
-    def item_bytes(self) -> int:
-        """The bytes in an example for each place of a list, without the text of the items."""
-        return 8 if self._has_integers else 2
+    def _texts(self, values: Any) -> Texts:
+        return texts(map(str.encode, values))
 
-    @property
-    def node(self) -> Node:
-        """The feature that describes the column."""
-        return tensor("int64" if self._has_integers else "string", [self.length])
-
-    @property
-    def _has_integers(self) -> bool:
-        return not self._is_text and not {TEXT, CODE} & self._first[self._separator].keys()
-
-    def convert(self, value: str) -> Value:
-        """The items of a value, filled up to the longest list."""
-        items = _items(value, self._separator)
-        missing = self.length - len(items)
-        if self._has_integers:
-            return array.array("q", [*map(int, items), *[PADDING] * missing]).tobytes()
-        return [*map(str.encode, items), *[b""] * missing]
-
-
-def padding_error(first: First, name: str, as_text: str) -> DataError:
-    """The error for a column of lists that are filled up, and have the value of that already."""
-    return DataError(
-        f"{first.where}: column {name} has the item {PADDING}, with which shorter lists are filled "
-        f"up. Replace it by another integer, or, if all are text, add {as_text}."
-    )
+    def _numbers(self, values: Any) -> Array:
+        """Numbers, with the number of --missing in the place of missing ones."""
+        if self._num_missing:
+            number = self.missing.number
+            values = [number if value.lower() in MISSING_VALUES else value for value in values]
+        if self.kind != INTEGER:
+            return np.array(list(map(float, values)), np.float64)
+        is_exact = self.is_label or self.declared
+        return np.array(list(map(whole if is_exact else int, values)), np.int64)
 
 
 def missing_of(option: str | None) -> Missing:
@@ -372,40 +365,9 @@ def declared_types(
     return types, [column for column, option in option_of.items() if option == "lists"]
 
 
-def label_classes(
-    path: str, column: Column, values: Iterable[int | str]
-) -> tuple[Classes, Sequence[str]]:
-    """The classes of the label, and notes. Raises DataError if its values are no classes."""
-    advice = f"add {column.as_text}, which takes the values as names"
-    if (fraction := column.fraction()) and column.kind != TEXT:
-        raise DataError(
-            f"{fraction.where}: {column.name} is the label, and has "
-            f"{fraction.value!r}; needed are integers from 0, or names: {advice}; or leave "
-            "--label out, and train with "
-            f"{shlex.quote(f'--config.data.label={column.name}')}."
-        )
-    return classes_of(values, f"{path}: {column.name}", f", or {advice}")
-
-
-def missing_note(
-    path: str, counts: Mapping[str, int], before: int, after: int, option: str | None
-) -> str:
-    """A note that says what was done about missing values. `counts`: their number by column."""
-    columns = ", ".join(f"{column} {number:,}" for column, number in counts.items())
-    if option == DROP:
-        done = f"{before - after:,} of {before:,} rows are left out"
-    else:
-        done = f"they are now {option}"
-    return f"{path}: missing values by column: {columns}; {done}"
-
-
 def whole(value: str) -> int | None:
     """The integer of a numeral: 3 for "3", "3.0", "3e0" and "03". None if int64 cannot hold it."""
     number = decimal.Decimal(value)
     if number.adjusted() >= _MOST_DIGITS or number != number.to_integral_value():
         return None
     return int(number) if -(2**63) <= number < 2**63 else None
-
-
-def _items(value: str, separator: str | None) -> list[str]:
-    return [item.strip() for item in value.split(separator) if item.strip()]

@@ -3,62 +3,39 @@
     SOURCE.csv, or SOURCE/train.csv and SOURCE/test.csv; also .tsv, and with .gz
 
 `csv_files` finds the encoding and the separator, and `columns` the type of each column, from all of
-its values: docs/data.md has the rules. The files are read twice, line by line.
+its values: docs/data.md has the rules. The files are read some lines at a time: twice, or three
+times if there is a label, or if rows are left out.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
 -1, or with empty text if the items of the column are text.
 """
 
 import functools
-import os
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from data.numerals import DOUBLE, INTEGER, NUMBER, TEXT
-from data.prepare.progress import progress
-from data.prepare.sources import DROP, Options, Source
+import numpy as np
+from typing_extensions import override
+
+from data.numerals import CODE, INTEGER, INTEGERS, TEXT, kind_of
+from data.prepare.sources import Options, Source
 from data.prepare.sources.columns import (
-    MISSING_VALUES,
+    EMPTY,
     Column,
-    Lists,
+    First,
     Missing,
     declared_types,
-    label_classes,
-    missing_note,
     missing_of,
-    whole,
 )
-from data.prepare.sources.csv_files import Layout, layout_of, lines
-from data.prepare.sources.examples import Classes, scalar, tensor, text
-from data.prepare.sources.tables import (
-    Table,
-    common_columns,
-    encoded,
-    split_files,
-    table_source,
-)
+from data.prepare.sources.csv_files import SUFFIXES, Layout, layout_of, lines
+from data.prepare.sources.examples import Classes, tensor
+from data.prepare.sources.tables import Batch, Chunk, TableColumn, common_columns, split_files
+from data.prepare.sources.typed_tables import read_all, typed_source
 from data.system.files import DataError
-from data.tfrecord.examples import Value
+from data.tfrecord.examples import PADDING, Values, fixed, texts
 
-SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
-
-_NODES = {
-    INTEGER: scalar("int64"),
-    NUMBER: scalar("float32"),
-    DOUBLE: tensor("float64", ()),
-    TEXT: text(),
-}
-_FLOAT64 = struct.Struct("<d")
-_CONVERTERS: Mapping[str, Callable[[str], Value]]
-_CONVERTERS = {
-    INTEGER: int,
-    NUMBER: float,
-    DOUBLE: lambda value: _FLOAT64.pack(float(value)),
-    TEXT: str.encode,
-}
-_integer = cast(Callable[[str], int], whole)  # All values of such columns are integers.
-_GZIP_FACTOR = 4  # Of text: the size of the content, of the size of the file.
+_BATCH_ROWS = 256
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -68,101 +45,57 @@ def source(name: str, path: str, options: Options) -> Source:
     layouts = {split: layout_of(file, options) for split, file in files.items()}
     headers = {split: list(layout.columns) for split, layout in layouts.items()}
     names = common_columns(path, headers, files, options)
-    label = options.label
     types, listed = declared_types(path, options, names)
-    texts = [column for column, kind in types.items() if kind == TEXT]
-    lists = {column: Lists(column, is_text=column in texts, texts=texts) for column in listed}
-    columns = {
-        column: Column(
-            column, is_label=column == label, declared=types.get(column, ""), texts=texts
+    as_text = [column for column, kind in types.items() if kind == TEXT]
+    columns: dict[str, Column] = {}
+    for column in sorted(names, key=listed.__contains__):
+        columns[column] = (Lists if column in listed else Column)(
+            column,
+            is_label=column == options.label,
+            declared=types.get(column, ""),
+            texts=as_text,
         )
-        for column in names
-        if column not in lists
-    }
-    label_values = set()
-    counts = dict.fromkeys(files, 0)
-    for split, file in files.items():
-        with progress(f"{file}, types", None) as report:
-            for line, row in lines(file, layouts[split]):
-                counts[split] += 1
-                for column, value in row.items():
-                    (columns.get(column) or lists[column]).add(file, line, value)
-                if label is not None:
-                    label_values.add(row[label])
-                report(counts[split])
-    if empty := [split for split, count in counts.items() if not count]:
-        raise DataError(f"{files[empty[0]]} has no rows.")
-    for each in lists.values():
-        each.check()
-    notes = [each.note for each in layouts.values()]
-    layout = next(iter(layouts.values()))
-    unnamed = set(layout.unnamed) & columns.keys() - types.keys() - {label}
-    notes += [_without_name(path, layout, columns, column) for column in sorted(unnamed)]
-    for found in columns.values():
-        found.finish(missing)
-    num_missing = {name: found.num_missing for name, found in columns.items() if found.num_missing}
-    rows_of = {
-        split: functools.partial(
-            _complete_rows,
-            file,
-            layouts[split],
-            [column for column in num_missing if columns[column].kind != TEXT],
-            label if label in num_missing else None,
-            missing,
-        )
+    chunks = [
+        Chunk(file, 0, functools.partial(_batches, file, layouts[split]))
         for split, file in files.items()
+    ]
+    counts = read_all(path, chunks, columns)
+    if 0 in counts:
+        raise DataError(f"{chunks[counts.index(0)].path} has no rows.")
+    tables = {
+        split: [chunk._replace(num_rows=count)]
+        for split, chunk, count in zip(files, chunks, counts, strict=True)
     }
-    notes += [note for each in lists.values() for note in each.notes(path)]
-    notes += [found.note() for found in columns.values()]
-    if num_missing:
-        before = sum(counts.values())
-        if missing.drops:
-            label_values = set()
-            for split, rows in rows_of.items():
-                counts[split] = 0
-                for row in rows():
-                    counts[split] += 1
-                    label_values.update([row[label]] if label is not None else [])
-        notes.append(missing_note(path, num_missing, before, sum(counts.values()), options.missing))
-    for split, count in counts.items():
-        if not count:
-            raise DataError(
-                f"{files[split]}: --missing={DROP} leaves no row: each has a missing value. Give a "
-                "number, for example --missing=0, or remove the column."
-            )
-    classes: dict[str, Classes] = {}
-    if label is not None:
-        found = columns[label]
-        values = map(_integer, label_values) if found.kind == INTEGER else label_values
-        classes[label], gaps = label_classes(path, found, values)
-        notes += gaps
-    converters: dict[str, Callable[[str], Value]]
-    converters = {column: each.convert for column, each in lists.items()}
-    for column, found in columns.items():
-        is_exact = found.kind == INTEGER and (found.is_label or found.declared)
-        converters[column] = _integer if is_exact else _CONVERTERS[found.kind]
-    tables = {}
-    for split, file in files.items():
-        num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
-        row_bytes = num_bytes // max(1, counts[split]) + 30 * len(names)
-        row_bytes += sum(each.length * each.item_bytes for each in lists.values())
-        converted = functools.partial(_converted, rows_of[split], converters)
-        tables[split] = Table(counts[split], row_bytes, functools.partial(encoded, converted))
-    nodes = {column: _NODES[found.kind] for column, found in columns.items()}
-    nodes |= {column: each.node for column, each in lists.items()}
-    source = table_source(name, tables, nodes, classes, options)
-    return source._replace(notes=[*filter(None, notes)])
+    notes = [layout.note for layout in layouts.values()]
+    layout = next(iter(layouts.values()))
+    for column in sorted({*layout.unnamed} - {*types, *listed, options.label}):
+        notes.append(_without_name(path, layout, columns, column))
+    if not columns:
+        raise DataError(f"{path} has no column with a name. If its first line is data: --noheader")
+    found, _ = typed_source(name, path, tables, columns, missing, options, files)
+    return found._replace(notes=[*filter(None, notes), *found.notes])
+
+
+def _batches(path: str, layout: Layout, columns: Sequence[str]) -> Iterator[Batch]:
+    """The lines of a file: their numbers, and the text of each value, by column."""
+    found = lines(path, layout)
+    while batch := list(itertools.islice(found, _BATCH_ROWS)):
+        numbers, rows = zip(*batch, strict=True)
+        yield (
+            numbers,
+            {column: np.array([row[column] for row in rows], object) for column in columns},
+        )
 
 
 def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: str) -> str:
     """Removes a column without a name if it is an index or empty; returns a note."""
-    if columns[name].is_empty:
+    if columns[name].kinds <= {EMPTY}:
         del columns[name]
         return f"{path}: {name} has no name and no values, and is left out"
     if not layout.has_header:
         return ""
     is_first = name == layout.columns[0] and len(layout.columns) > 1
-    if not (is_first and columns[name].has_only_integers):
+    if not (is_first and columns[name].kinds == {INTEGER}):
         return f"{path}: a column has no name, and is called {name}"
     del columns[name]
     return (
@@ -171,23 +104,73 @@ def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: s
     )
 
 
-def _complete_rows(
-    path: str, layout: Layout, numbers: Sequence[str], label: str | None, missing: Missing
-) -> Iterator[dict[str, str]]:
-    """The rows without a missing value, or with the number in place of each.
+class Lists(Column):
+    """A column of lists. Finds the longest list, and the first item of each kind."""
 
-    `numbers`: the columns of numbers with missing values; `label`: if it has missing values.
-    """
-    for _, row in lines(path, layout):
-        lacking = [column for column in numbers if row[column].lower() in MISSING_VALUES]
-        if missing.drops and (lacking or (label is not None and not row[label])):
-            continue
-        row.update(dict.fromkeys(lacking, missing.number))
-        yield row
+    def __init__(self, name: str, **how: Any) -> None:
+        """`how`: the other arguments of Column."""
+        super().__init__(name, **how)
+        # For the separators "|" and None, which stands for spaces.
+        self._lengths: dict[str | None, int] = {"|": 1, None: 1}
+        self._firsts: dict[str | None, dict[str, First]] = {"|": {}, None: {}}
+        self._separator: str | None = None
+
+    @override
+    def _add(self, value: str, path: str, row: int) -> None:
+        if "|" in value:
+            self._separator = "|"
+        for separator, first in self._firsts.items():
+            items = _items(value, separator)
+            self._lengths[separator] = max(self._lengths[separator], len(items))
+            for item in items:
+                kind = kind_of(item)
+                if kind != CODE:
+                    kind = INTEGER if kind in INTEGERS else TEXT
+                for found in (kind, *([item] if item == str(PADDING) else [])):
+                    first.setdefault(found, First(f"{path}, {self.unit} {row}", item))
+
+    @override
+    def finish(self, missing: Missing) -> None:
+        """Raises DataError for a mix of integers and text, and for an integer that is padding."""
+        first = self._first = self._firsts[self._separator]
+        self._length = self._lengths[self._separator]
+        if INTEGER in first and TEXT in first and self.declared != TEXT:
+            integer, wrong = first[INTEGER], first[TEXT]
+            raise DataError(
+                f"{wrong.where}: column {self.name} has the item {wrong.value!r}, but "
+                f"{integer.value!r} in {integer.where}. The items of a column are integers or "
+                f"text: correct it, or, if all are text, add {self.as_text}."
+            )
+        self.kind = TEXT if self.declared == TEXT or {TEXT, CODE} & first.keys() else INTEGER
+        if self.kind == INTEGER:
+            self._check_padding()
+
+    @override
+    def notes(self, path: str) -> Iterator[str]:
+        first = self._first
+        yield f"{path}: the longest list of {self.name} has {self._length:,} items"
+        if CODE in first and TEXT not in first and self.declared != TEXT:
+            yield (
+                f"{first[CODE].where}: the items of {self.name} are text, because a number would "
+                f"change {first[CODE].value!r}"
+            )
+
+    @override
+    def feature(self) -> TableColumn:
+        if self.kind == INTEGER:
+            return TableColumn(tensor("int64", [self._length]), 8 * self._length, self.convert)
+        num_bytes = 2 * self._length + self._text_bytes // max(1, self._num_rows)
+        return TableColumn(tensor("string", [self._length]), num_bytes, self.convert)
+
+    @override
+    def convert(self, values: Sequence[str], classes: Classes | None = None) -> Values:
+        fill = str(PADDING) if self.kind == INTEGER else ""
+        found = [_items(value, self._separator) for value in values]
+        rows = [[*items, *[fill] * (self._length - len(items))] for items in found]
+        if self.kind == INTEGER:
+            return fixed(np.array([list(map(int, row)) for row in rows], "<i8"))
+        return texts(map(str.encode, itertools.chain(*rows)), self._length)
 
 
-def _converted(
-    rows: Callable[[], Iterator[dict[str, str]]], converters: Mapping[str, Callable[[str], Value]]
-) -> Iterator[Mapping[str, Value]]:
-    for row in rows():
-        yield {column: convert(row[column]) for column, convert in converters.items()}
+def _items(value: str, separator: str | None) -> list[str]:
+    return [item.strip() for item in value.split(separator) if item.strip()]

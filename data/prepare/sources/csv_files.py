@@ -23,6 +23,7 @@ from data.numerals import NUMBERS, TEXT, kind_of
 from data.prepare.sources import Options, open_unpacked
 from data.system.files import DataError
 
+SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 _SEPARATORS, _RARER = ",;\t", "| "
 _SEPARATOR_NAMES = {"tab": "\t", r"\t": "\t", "space": " "}
 _FIRST_LINES = 20

@@ -3,14 +3,12 @@
 Efron, Hastie, Johnstone, Tibshirani, "Least Angle Regression" (2004). No download.
 """
 
-import functools
-from collections.abc import Iterator, Mapping
+import numpy as np
+from sklearn.datasets import load_diabetes
 
 from data.prepare.sources import Options, Source
 from data.prepare.sources.examples import scalar
-from data.prepare.sources.tables import Table, encoded, table_source
-from data.system.extras import import_extra
-from data.tfrecord.examples import Value
+from data.prepare.sources.tables import Chunk, TableColumn, table_source
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -18,13 +16,11 @@ def source(name: str, path: str, options: Options) -> Source:
 
     Each column of numbers has mean 0 and a sum of squares of 1.
     """
-    found = import_extra("sklearn.datasets", "samples", "The data set diabetes").load_diabetes()
-    columns = [*found.feature_names, "target"]
-
-    def rows() -> Iterator[Mapping[str, Value]]:
-        for values, target in zip(found.data, found.target, strict=True):
-            yield dict(zip(columns, [*map(float, values), float(target)], strict=True))
-
-    examples = functools.partial(encoded, rows)
-    table = Table(len(found.target), 30 * len(columns), examples)
-    return table_source(name, {"": table}, dict.fromkeys(columns, scalar("float32")), {}, options)
+    found = load_diabetes()
+    columns = dict(
+        zip([*found.feature_names, "target"], [*found.data.T, found.target], strict=True)
+    )
+    num_rows = len(found.target)
+    chunk = Chunk("", num_rows, lambda names: iter([(range(num_rows), columns)]))
+    column = TableColumn(scalar("float32"), 8, lambda values, classes: values.astype(np.float32))
+    return table_source(name, {"": [chunk]}, dict.fromkeys(columns, column), {}, options)

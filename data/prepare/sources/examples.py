@@ -7,10 +7,11 @@ The nodes have the form of tensorflow-datasets (tensorflow_datasets/core/proto/f
 `tfds.builder_from_directory` reads the result, and `data.example_features` too.
 """
 
+import bisect
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from data.prepare.sources import Options, Source, SourceSplit
 from data.system.files import DataError
+from data.tfrecord.crc import Int64s
 from data.tfrecord.examples import example_bytes
 
 Node = Mapping[str, object]
@@ -39,6 +41,10 @@ class Classes(NamedTuple):
 
     num_classes: int
     names: tuple[str, ...] = ()
+
+    def numbers(self, names: Iterable[str]) -> Int64s:
+        """The numbers of the classes with these names, int64 [n]; for sorted `names` of classes."""
+        return np.array([bisect.bisect_left(self.names, name) for name in names], np.int64)
 
 
 def array_split(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.integer]) -> ImageSplit:

@@ -6,7 +6,7 @@
 Arrays are read a few rows at a time, compressed or not. Numbers keep their type and exact value.
 """
 
-import functools
+import itertools
 import math
 import re
 import zipfile
@@ -15,26 +15,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from data.prepare.sources import Options, Source
-from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
+from data.prepare.sources.examples import Classes, scalar, tensor, text
 from data.prepare.sources.tables import (
-    Table,
+    Array,
+    Batch,
+    Chunk,
+    TableColumn,
     classes_of,
     common_columns,
-    encoded,
     split_files,
     table_source,
 )
 from data.system.files import DataError
-from data.tfrecord.examples import Value
+from data.tfrecord.examples import Values, fixed, texts
 from data.tfrecord.shard_names import SPLIT_NAMES
 
 _SPLITS = "|".join(SPLIT_NAMES)
 _COLUMN_OF_SPLIT = re.compile(rf"(?P<column>.+)_(?P<split>{_SPLITS})")
 _SPLIT_OF_COLUMN = re.compile(rf"(?P<split>{_SPLITS})_(?P<column>.+)")
 _BLOCK_BYTES = 1 << 18
+_LABEL_ROWS = 4096
 # Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
 _RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
 _LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
@@ -74,16 +76,18 @@ class _Column(NamedTuple):
         """True if a record holds a row as a list with one number, or as one string."""
         return len(self.shape) == 1 and (self.dtype.kind in "US" or self.dtype.name in _LISTED)
 
-    def node(self) -> Node:
-        """Its description for features.json."""
+    def feature(self) -> TableColumn:
+        """The column as a feature."""
         if self.is_list:
-            return text() if self.dtype.kind in "US" else scalar(self.dtype.name)
-        if self.dtype.name in _RAW:
-            return tensor(self.dtype.name, self.shape[1:])
-        raise DataError(
-            f"{self.path}: {self.member} is {self.dtype.name} {list(self.shape)}, which a record "
-            f"cannot hold. {self._advice()}"
-        )
+            node = text() if self.dtype.kind in "US" else scalar(self.dtype.name)
+        elif self.dtype.name in _RAW:
+            node = tensor(self.dtype.name, self.shape[1:])
+        else:
+            raise DataError(
+                f"{self.path}: {self.member} is {self.dtype.name} {list(self.shape)}, which a "
+                f"record cannot hold. {self._advice()}"
+            )
+        return TableColumn(node, self.row_bytes, self.convert)
 
     def _advice(self) -> str:
         name = self.member.removesuffix(".npy")
@@ -96,28 +100,44 @@ class _Column(NamedTuple):
             )
         return f"Save it as one of {', '.join(_RAW)}, or as strings [N]."
 
-    def values(self) -> Iterator[Value]:
-        """Yields the value of each row, as a record holds it."""
-        for block in self._blocks():
-            if self.dtype.kind == "U":
-                yield from map(str.encode, block.tolist())
-            elif self.is_list:
-                yield from block.tolist()
-            else:
-                yield from (row.tobytes() for row in block.astype(self.dtype.newbyteorder("<")))
-
-    def _blocks(self) -> Iterator[npt.NDArray[np.generic]]:
+    def blocks(self, rows: int) -> Iterator[Array]:
+        """Yields all rows, `rows` at a time."""
         num_rows = self.shape[0]
-        at_once = max(1, _BLOCK_BYTES // max(1, self.row_bytes))
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(self.member) as file:
                 _read_header(file)
-                for first in range(0, num_rows, at_once):
-                    count = min(at_once, num_rows - first)
+                for first in range(0, num_rows, rows):
+                    count = min(rows, num_rows - first)
                     block = file.read(count * self.row_bytes)
                     yield np.frombuffer(block, self.dtype).reshape(count, *self.shape[1:])
         except _DAMAGE as error:
             raise DataError(f"{self.path}: {self.member} is damaged: {error}.") from None
+
+    def convert(self, block: Array, classes: Classes | None = None) -> Values:
+        """The rows of a block as a record holds them. `classes`: of the label."""
+        if classes and classes.names:
+            return classes.numbers(map(_text, block.tolist()))
+        if self.dtype.kind in "US":
+            return texts(x if isinstance(x, bytes) else x.encode() for x in block.tolist())
+        if self.is_list:
+            is_float = self.dtype.kind == "f"
+            return block.astype(np.float32) if is_float else block.astype(np.int64)
+        return fixed(block.astype(self.dtype.newbyteorder("<")))
+
+    def classes(self) -> Iterator[int | str]:
+        """The values of a label."""
+        for row, value in enumerate(itertools.chain.from_iterable(self.blocks(_LABEL_ROWS))):
+            if self.dtype.kind not in "US":
+                yield int(value)
+                continue
+            try:
+                yield _text(value)
+            except UnicodeDecodeError:
+                name, found = self.member.removesuffix(".npy"), bytes(value)
+                raise DataError(
+                    f"{self.path}: row {row} of {name} is {found!r}, which is not UTF-8. Save "
+                    "np.char.decode(..., ENCODING) of it."
+                ) from None
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -141,7 +161,7 @@ def source(name: str, path: str, options: Options) -> Source:
         for split, columns in splits.items()
     }
     kinds = common_columns(path, kinds_by_split, files, options)
-    nodes = {key: column.node() for key, column in next(iter(splits.values())).items()}
+    shown = {key: column.feature() for key, column in next(iter(splits.values())).items()}
     labels: dict[str, Classes] = {}
     notes: Sequence[str] = ()
     if (label := options.label) is not None:
@@ -153,10 +173,10 @@ def source(name: str, path: str, options: Options) -> Source:
                 f"for each row. {classes or 'Leave'} --label out, and train with "
                 f"--config.data.label={label}, or with a `parse`."
             )
-        values = (value for columns in splits.values() for value in _classes(columns[label]))
+        values = (value for columns in splits.values() for value in columns[label].classes())
         labels[label], notes = classes_of(values, f"{path}: {label}")
-    tables = {split: _table(columns) for split, columns in splits.items()}
-    return table_source(name, tables, nodes, labels, options)._replace(notes=notes)
+    tables = {split: [_chunk(path, columns)] for split, columns in splits.items()}
+    return table_source(name, tables, shown, labels, options)._replace(notes=notes)
 
 
 def _columns(path: str) -> dict[str, _Column]:
@@ -204,25 +224,16 @@ def _splits_by_name(columns: Mapping[str, _Column]) -> dict[str, dict[str, _Colu
     return splits
 
 
-def _table(columns: Mapping[str, _Column]) -> Table:
-    def rows() -> Iterator[Mapping[str, Value]]:
-        for row in zip(*(column.values() for column in columns.values()), strict=True):
-            yield dict(zip(columns, row, strict=True))
+def _chunk(path: str, columns: Mapping[str, _Column]) -> Chunk:
+    row_bytes = sum(column.row_bytes for column in columns.values())
+    at_once = max(1, _BLOCK_BYTES // max(1, row_bytes))
 
-    num_rows = next(iter(columns.values())).shape[0]
-    row_bytes = sum(column.row_bytes + 30 for column in columns.values())
-    return Table(num_rows, row_bytes, functools.partial(encoded, rows))
+    def batches(names: Sequence[str]) -> Iterator[Batch]:
+        for blocks in zip(*(columns[name].blocks(at_once) for name in names), strict=True):
+            yield range(len(blocks[0])), dict(zip(names, blocks, strict=True))
+
+    return Chunk(path, next(iter(columns.values())).shape[0], batches)
 
 
-def _classes(column: _Column) -> Iterator[int | str]:
-    for row, value in enumerate(column.values()):
-        if isinstance(value, int):
-            yield value
-        elif isinstance(value, bytes):
-            try:
-                yield value.decode()
-            except UnicodeDecodeError:
-                raise DataError(
-                    f"{column.path}: row {row} of {column.member.removesuffix('.npy')} is "
-                    f"{value!r}, which is not UTF-8. Save np.char.decode(..., ENCODING) of it."
-                ) from None
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -11,19 +11,17 @@ import functools
 import os
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from data.numerals import INTEGERS, kind_of
 from data.prepare.sources import Options, Source, split_named, typed_path
+from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
 from data.prepare.sources.rewrite import paths_by_pattern
-from data.system.extras import import_extra
+from data.prepare.sources.tables import Chunk
 from data.system.files import DataError
 from data.tfrecord.shard_names import word_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from data.prepare.sources.arrow_tables import Chunk
 
 SUFFIXES = (".parquet", ".parq", ".pq")
 _OF_TEXT = (".csv", ".tsv", ".txt")
@@ -36,9 +34,6 @@ Partition = Mapping[str, str | None]
 
 def source(name: str, path: str, options: Options) -> Source:
     """The columns of Parquet files as features with the same names."""
-    import_extra("pyarrow", "parquet", "Parquet")
-    from data.prepare.sources.arrow_tables import arrow_source
-
     splits = _files(path, options)
     partitions = {file: _partition(path, file) for files in splits.values() for file in files}
     types = _partition_types(partitions)
@@ -111,10 +106,8 @@ def _partition(directory: str, file: str) -> Partition:
     return {key: None if value == _NULL else urllib.parse.unquote(value) for key, _, value in pairs}
 
 
-def _partition_types(partitions: Mapping[str, Partition]) -> dict[str, "pa.DataType"]:
+def _partition_types(partitions: Mapping[str, Partition]) -> dict[str, pa.DataType]:
     """The types of such columns: integers, if all values are; otherwise text."""
-    import pyarrow as pa
-
     values: dict[str, set[str]] = {}
     for partition in partitions.values():
         for key, value in partition.items():
@@ -125,15 +118,8 @@ def _partition_types(partitions: Mapping[str, Partition]) -> dict[str, "pa.DataT
     }
 
 
-def _chunks(
-    path: str, partition: Partition, types: Mapping[str, "pa.DataType"]
-) -> "Iterator[Chunk]":
+def _chunks(path: str, partition: Partition, types: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
     """The row groups of a file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from data.prepare.sources.arrow_tables import Chunk
-
     try:
         with pq.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
@@ -160,16 +146,13 @@ def _chunks(
             row_bytes = max(1, found.total_byte_size // found.num_rows)
             rows = max(1, min(_FIRST_ROWS, _BATCH_BYTES // row_bytes))
             read = functools.partial(_read, path, group, rows, constants)
-            yield Chunk(path, first, found.num_rows, schema, read)
+            yield arrow_chunk(path, first, found.num_rows, schema, read)
         first += found.num_rows
 
 
 def _read(
-    path: str, group: int, rows: int, constants: "Mapping[str, pa.Scalar]", columns: Sequence[str]
-) -> "Iterator[pa.RecordBatch]":
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    path: str, group: int, rows: int, constants: Mapping[str, pa.Scalar], columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
     stored = [column for column in columns if column not in constants]
     try:
         # Threads of Arrow do not survive the fork of processes that write.
@@ -199,10 +182,8 @@ def _reason(error: Exception) -> str:
     return str(error).rstrip(".")
 
 
-def _joined(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
+def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Consecutive batches as one, of about _BATCH_ROWS rows or _BATCH_BYTES in memory."""
-    import pyarrow as pa
-
     waiting: list[pa.RecordBatch] = []
     rows = num_bytes = 0
     for batch in batches:

@@ -3,34 +3,50 @@
     def rows(): return {"train": ..., "test": ...}      # or one container, which is divided
     def rows(shard, num_shards): ...                    # part `shard` of `num_shards`
 
-`python_rows` says what a container may be. The function is called once, or once for each part, by
+The function is called once, or once for each part, by
 forked processes. So this process never imports what the file imports, such as TensorFlow, and can
 fork the processes that write. The rows are kept in files in TMPDIR, which have no name, until they
 are written. The parts are the same for every number of processes: so is the result.
 """
 
 import collections
+import datetime
 import functools
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 import tempfile
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from data.numerals import NUMBER
 from data.prepare.processes import in_processes
 from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, split_named
+from data.prepare.sources.arrow_columns import unit_of
+from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
+from data.prepare.sources.tables import Chunk
 from data.system.errors import TrainerError, reason_lines
-from data.system.extras import import_extra
 from data.system.files import DataError
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
+# Values may be of any type that Arrow or NumPy takes.
+Row: TypeAlias = Mapping[str, Any]
+Column: TypeAlias = list[Any] | npt.NDArray[Any]
+CONTAINERS = (
+    "an iterable of dicts, a tf.data.Dataset, a keras.utils.PyDataset, a table of pandas or Arrow, "
+    "or a NumPy structured array"
+)
+_TIMES = (datetime.datetime, datetime.date)  # Of pandas, too, which derives from them.
+_PARTS = ("x", "y", "sample_weight")  # As Keras' fit calls them.
+_BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
 NUM_SHARDS = 16
 _PARAMETERS = {"shard", "num_shards"}
 Function = Callable[..., Any]  # A user's function, which may return anything.
@@ -42,7 +58,7 @@ class _Piece(NamedTuple):
     offset: int
     num_bytes: int
     num_rows: int
-    schema: "pa.Schema"
+    schema: pa.Schema
 
 
 _PiecesBySplit = Mapping[str, Sequence[_Piece]]  # Of each split, also of one without rows.
@@ -57,9 +73,7 @@ class _RowFile:
         weakref.finalize(self, os.close, self._descriptor)
         self._num_bytes = 0
 
-    def append(self, batch: "pa.RecordBatch") -> _Piece:
-        import pyarrow as pa
-
+    def append(self, batch: pa.RecordBatch) -> _Piece:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -70,9 +84,7 @@ class _RowFile:
             self._num_bytes += os.pwrite(self._descriptor, rest, self._num_bytes)
         return _Piece(offset, len(content), len(batch), batch.schema)
 
-    def read(self, piece: _Piece, columns: Sequence[str]) -> "Iterator[pa.RecordBatch]":
-        import pyarrow as pa
-
+    def read(self, piece: _Piece, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         content = bytearray()
         while rest := piece.num_bytes - len(content):  # Linux reads 2 GiB at once, at most.
             content += os.pread(self._descriptor, rest, piece.offset + len(content))
@@ -82,9 +94,6 @@ class _RowFile:
 
 def source(name: str, target: str, options: Options) -> Source:
     """The columns that function `target`, FILE.py:FUNCTION, returns, as features."""
-    import_extra("pyarrow", "parquet", f"The data set python:{name}")
-    from data.prepare.sources.arrow_tables import Chunk, arrow_source
-
     file, _, function = target.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise DataError(
@@ -99,10 +108,10 @@ def source(name: str, target: str, options: Options) -> Source:
         )
     cuts = [number * NUM_SHARDS // processes for number in range(processes + 1)]
     parts = list(map(range, cuts, cuts[1:]))
-    row_files = {part.start: _RowFile() for part in parts}
+    row_files = [_RowFile() for _ in range(NUM_SHARDS)]
 
     def work(part: range, count_one: Callable[[], None]) -> list[_PiecesBySplit]:
-        return _called(target, part, row_files[part.start], count_one)
+        return _called(target, part, row_files, count_one)
 
     if "tensorflow" in sys.modules:
         found = [result for part in parts for result in work(part, lambda: None)]
@@ -111,14 +120,13 @@ def source(name: str, target: str, options: Options) -> Source:
             found = in_processes(work, parts, report, name=f"--source={target}")
     tables: dict[str, list[Chunk]] = {}
     starts: collections.Counter[str] = collections.Counter()  # By split: the rows before.
-    for number, splits in enumerate(found):
-        row_file = row_files[max(start for start in row_files if start <= number)]
+    for row_file, splits in zip(row_files, found, strict=False):  # One, if it takes no parts.
         for split, pieces in splits.items():
             chunks = tables.setdefault(split, [])
             for piece in pieces:
                 read = functools.partial(row_file.read, piece)
                 where = _where(target, split)
-                chunks.append(Chunk(where, starts[split], piece.num_rows, piece.schema, read))
+                chunks.append(arrow_chunk(where, starts[split], piece.num_rows, piece.schema, read))
                 starts[split] += piece.num_rows
     if "" in tables and len(tables) > 1:
         raise DataError(f"{target} returns splits for some parts only. Return them for all.")
@@ -128,11 +136,9 @@ def source(name: str, target: str, options: Options) -> Source:
 
 
 def _called(
-    target: str, part: range, row_file: _RowFile, count_one: Callable[[], None]
+    target: str, part: range, row_files: Sequence[_RowFile], count_one: Callable[[], None]
 ) -> list[_PiecesBySplit]:
     """Calls the function for each shard of `part`; writes the rows; returns the pieces of each."""
-    from data.prepare.sources.python_rows import batches
-
     file, _, name = target.rpartition(":")
     file = os.path.abspath(file)
     sys.path.insert(0, os.path.dirname(file))
@@ -153,7 +159,7 @@ def _called(
             for split, container in _splits(found, target).items():
                 pieces[split] = []
                 for batch in batches(container, _where(target, split)):
-                    pieces[split].append(row_file.append(batch))
+                    pieces[split].append(row_files[shard].append(batch))
                     for _ in range(len(batch)):
                         count_one()
             results.append(pieces)
@@ -227,3 +233,193 @@ def _explained(error: BaseException, file: str, function: Function | None) -> st
         lines = [inspect.unwrap(function).__code__.co_firstlineno]
     place = f" ({file}, line {lines[-1]})" if lines else ""
     return f"{type(error).__name__}: {reason}{place}"
+
+
+def batches(found: object, where: str) -> Iterator[pa.RecordBatch]:
+    """The rows of one split, in batches of some MiB. `where`: for messages.
+
+    | returned | a row is |
+    | --- | --- |
+    | an iterable of dicts | a dict |
+    | a tf.data.Dataset | an element: a dict, or (x, y), or (x, y, sample_weight) |
+    | a keras.utils.PyDataset | a row of a batch: of a dict, or of such a tuple |
+    | a table of pandas or Arrow: what has __arrow_c_stream__ | a row |
+    | a NumPy structured array | an item, with a column for each field |
+    """
+    tf, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
+    if isinstance(found, np.ndarray) and found.dtype.names:
+        tables: Iterable[Row] = [{name: found[name] for name in found.dtype.names}]
+    elif hasattr(found, "__arrow_c_stream__") or hasattr(found, "__arrow_c_array__"):
+        stream = found if hasattr(found, "__arrow_c_stream__") else pa.table(found)
+        for batch in pa.RecordBatchReader.from_stream(stream):
+            yield from _cut(batch)
+        return
+    elif keras and isinstance(found, keras.utils.PyDataset):
+        if found.num_batches is None:
+            raise DataError(f"{where}: the PyDataset has no end: num_batches is None.")
+        tables = (_named(found[number], where) for number in range(found.num_batches))
+    else:
+        if tf and isinstance(found, tf.data.Dataset):
+            _check_dataset(found, where)
+            found = found.as_numpy_iterator()
+        if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping, np.ndarray)):
+            raise DataError(
+                f"{where} is {_type_of(found)}. Needed is {CONTAINERS}; or a dict of these with "
+                "the names of splits: {'train': ..., 'test': ...}."
+            )
+        yield from _batches_of_rows((_named(row, where) for row in found), where)
+        return
+    for table in tables:
+        columns = {name: np.asarray(values) for name, values in table.items()}
+        lengths = {name: len(values) if values.ndim else 0 for name, values in columns.items()}
+        if len(set(lengths.values())) != 1:
+            raise DataError(f"{where}: the columns of a batch differ in their rows: {lengths}.")
+        yield from _cut(_batch(columns, where))
+
+
+def _check_dataset(dataset: Any, where: str) -> None:  # Any: TensorFlow has no types.
+    import tensorflow as tf
+
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise DataError(f"{where}: the tf.data.Dataset has no end. Leave out its repeat().")
+    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+    if all(shape.rank and shape[0] is None for shape in shapes):
+        raise DataError(
+            f"{where}: the tf.data.Dataset has batches. Needed is one example in an element: "
+            "return dataset.unbatch()."
+        )
+
+
+def _named(element: object, where: str) -> dict[str, Any]:
+    """The values of an element by name; a value in a nested dict is named outer/inner."""
+    if isinstance(element, (tuple, list)) and 2 <= len(element) <= len(_PARTS):
+        pairs = list(zip(_PARTS, element, strict=False))
+        named = [part if isinstance(part, Mapping) else {name: part} for name, part in pairs]
+    elif isinstance(element, Mapping) and element:
+        named = [element]
+    else:
+        raise DataError(
+            f"{where} has an element that is {_type_of(element)}. Needed is a dict with a value "
+            "for each column, such as {'x': 1.5, 'label': 0}; or, of a tf.data.Dataset or "
+            "PyDataset, (x, y)."
+        )
+    found: dict[str, Any] = {}
+    for part in named:
+        for key, value in part.items():
+            inner = {key: value}
+            if isinstance(value, Mapping):
+                inner = {f"{key}/{name}": x for name, x in _named(value, where).items()}
+            if not isinstance(key, str) or found.keys() & inner.keys():
+                raise DataError(
+                    f"{where}: {key!r} is the name of two columns, or no text. Rename it."
+                )
+            found |= inner
+    return found
+
+
+def _batches_of_rows(rows: Iterable[Row], where: str) -> Iterator[pa.RecordBatch]:
+    waiting: list[Row] = []
+    num_bytes = 0
+    for number, row in enumerate(rows):
+        if waiting and row.keys() != waiting[0].keys():
+            raise DataError(
+                f"{where}, row {number}: its columns are {', '.join(row)}, but those of the rows "
+                f"before are {', '.join(waiting[0])}. All rows need the same: a missing value is "
+                "None."
+            )
+        waiting.append({name: _plain(value) for name, value in row.items()})
+        num_bytes += sum(map(_num_bytes, waiting[-1].values()))
+        if len(waiting) == _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+            yield _batch_of(waiting, where)
+            waiting, num_bytes = [], 0
+    if waiting:
+        yield _batch_of(waiting, where)
+
+
+def _batch_of(rows: Sequence[Row], where: str) -> pa.RecordBatch:
+    return _batch({name: [row[name] for row in rows] for name in rows[0]}, where)
+
+
+def _batch(columns: Mapping[str, Column], where: str) -> pa.RecordBatch:
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = _array(values)
+        except OverflowError:
+            raise DataError(
+                f"{where}: column {name} has an integer that 64 bits do not hold. Return it as str."
+            ) from None
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            kinds = sorted({type(value).__name__ for value in values})
+            raise DataError(
+                f"{where}: column {name} has values of {', '.join(kinds)}, which are no column of "
+                f"one type ({str(error).splitlines()[0]}). Needed are numbers, times, text, or "
+                "lists and arrays of one shape."
+            ) from None
+    return pa.RecordBatch.from_pydict(arrays)
+
+
+def _array(values: Column) -> pa.Array:
+    if not isinstance(values, np.ndarray):
+        arrays = [value for value in values if isinstance(value, np.ndarray)]
+        kinds = {(array.shape, array.dtype) for array in arrays}
+        if len(kinds) != 1 or len(arrays) < len(values):
+            try:
+                array = pa.array(values)
+            except OverflowError:
+                return pa.array(values, pa.uint64())
+            # Arrow would take the hour from a time among dates, and make times of integers.
+            if unit_of(array.type) not in ("", NUMBER) and len({*_units(values)}) > 1:
+                raise TypeError("their units differ")
+            return array
+        values = np.stack(arrays)
+    if values.dtype.kind == "O" and values.ndim == 1:
+        return _array(list(map(_plain, values.tolist())))
+    return _of_numpy(values)
+
+
+def _units(values: Iterable[object]) -> Iterator[tuple[type, bool]]:
+    """The type of each value and item, and True if it has a time zone."""
+    for value in values:
+        if isinstance(value, (list, tuple, np.ndarray)):
+            yield from _units(value)
+        elif value is not None and str(value) != "NaT":
+            kind = next((each for each in _TIMES if isinstance(value, each)), type(value))
+            yield kind, getattr(value, "tzinfo", None) is not None
+
+
+def _of_numpy(values: npt.NDArray[Any]) -> pa.Array:
+    """An array [n, ...]: numbers, or lists of fixed size for each dimension after the first."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    is_text = flat.dtype.kind in "USO"
+    array = pa.array(flat.tolist() if is_text else flat.astype(flat.dtype.newbyteorder("=")))
+    for size in reversed(values.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
+
+
+def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    row_bytes = max(1, batch.nbytes // max(1, len(batch)))
+    rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+    for first in range(0, len(batch), rows):
+        yield batch.slice(first, rows)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor as an array; an array without dimensions as its number."""
+    if hasattr(value, "__array__") and not isinstance(value, np.generic):
+        value = np.asarray(value)
+        return value if value.ndim else value[()]
+    return value
+
+
+def _num_bytes(value: object) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return len(value) * 8 if isinstance(value, (list, tuple, str, bytes)) else 8
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict with {', '.join(map(str, itertools.islice(value, 5))) or 'nothing'}"
+    return f"of type {type(value).__name__}"

@@ -12,10 +12,10 @@ import subprocess
 import sys
 
 import numpy as np
+import scipy.io
 
 from data.prepare.sources import Options, Source
 from data.prepare.sources.examples import Classes, ImageSplit, array_split, labelled_images
-from data.system.extras import import_extra
 from data.system.files import DataError
 
 _SHAPE = (32, 32, 3)
@@ -44,7 +44,6 @@ def source(name: str, path: str, options: Options) -> Source:
 
 
 def _image_split(path: str) -> ImageSplit:
-    scipy_io = import_extra("scipy.io", "samples", f"The file {path}")
     # A wrong data type in a damaged file makes SciPy 1.17 read at a random address and die of
     # SIGSEGV. So another process reads the file first.
     tried = subprocess.run(
@@ -56,7 +55,7 @@ def _image_split(path: str) -> ImageSplit:
             f"{path} is not a MAT file, or is damaged or cut short ({reason}). Download it again, "
             "or save it again with scipy.io.savemat."
         )
-    loaded = scipy_io.loadmat(path)
+    loaded = scipy.io.loadmat(path)
     variables = {key: array for key, array in loaded.items() if isinstance(array, np.ndarray)}
     if not {"X", "y"} <= variables.keys():
         raise DataError(

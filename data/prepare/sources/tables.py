@@ -10,88 +10,143 @@ import itertools
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from data.prepare.sources import (
     Options,
     Source,
     SourceSplit,
     divided,
+    joined,
     refuse_fraction,
     split_paths,
     typed_path,
 )
 from data.prepare.sources.examples import Classes, Node, feature_files
 from data.system.files import DataError
-from data.tfrecord.examples import Value, example_bytes
+from data.tfrecord.crc import Int64s
+from data.tfrecord.examples import Values, records
 from data.tfrecord.shard_names import word_of
 
 _SHOWN_COLUMNS = 30
+_VALUE_BYTES = 20  # Of a value, beside its name: lengths and kinds.
 
-Examples: TypeAlias = Callable[[int, int], Iterator[bytes]]  # Of a SourceSplit.
+Array: TypeAlias = npt.NDArray[np.generic]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+# The numbers of some rows, for messages, and their values by column: arrays of NumPy or of Arrow.
+Batch: TypeAlias = tuple[Sequence[int], Mapping[str, Any]]
 ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 
 
-class Table(NamedTuple):
-    """Rows with named columns, each of which becomes an example.
+class Chunk(NamedTuple):
+    """Rows of file `path` that can be read without those before them.
 
-    `examples(mask, labels)` returns the `examples` of a SourceSplit that has the rows for which
-    `mask` is 1, with the classes of the columns that are `labels`.
+    `batches(columns)` yields these columns of all rows, some rows at a time. `first`: the number of
+    the first row in the file. `schema`: a pa.Schema, in tables of Arrow.
     """
 
+    path: str
     num_rows: int
-    row_bytes: int  # An estimate of the size of an example.
-    examples: Callable[[bytes, Mapping[str, Classes]], Examples]
+    batches: Callable[[Sequence[str]], Iterator[Batch]]
+    first: int = 0
+    schema: Any = None
 
 
-def encoded(
-    rows: Callable[[], Iterator[Mapping[str, Value]]], mask: bytes, labels: Mapping[str, Classes]
-) -> Examples:
-    """`Table.examples` of a table that is read row by row: each call of `rows` yields all rows."""
-    numbers = {
-        key: {class_name.encode(): number for number, class_name in enumerate(classes.names)}
-        for key, classes in labels.items()
-        if classes.names
-    }
+class TableColumn(NamedTuple):
+    """A column of a table as a feature, which `node` describes.
 
-    def examples(first: int, last: int) -> Iterator[bytes]:
-        chosen = itertools.compress(rows(), mask)
-        for row in itertools.islice(chosen, first, last):
-            classes = {key: known[row[key]] for key, known in numbers.items()}  # type: ignore[index]  # Names are bytes.
-            yield example_bytes({**row, **classes})
+    `num_bytes`: an estimate of the size of a value. `convert(values, classes)` returns values as a
+    record holds them; `classes` are those of the label.
+    """
 
-    return examples
+    node: Node
+    num_bytes: int
+    convert: Callable[[Any, Classes | None], Values]
 
 
 def table_source(
     name: str,
-    tables: Mapping[str, Table],
-    nodes: Mapping[str, Node],
+    tables: Mapping[str, Sequence[Chunk]],
+    columns: Mapping[str, TableColumn],
     labels: Mapping[str, Classes],
     options: Options,
-    masks: Mapping[str, bytes] | None = None,
+    kept: Mapping[str, Mask] | None = None,
+    masks: Mapping[str, Mask] | None = None,
 ) -> Source:
-    """A source whose features are the columns, described by `nodes`.
+    """A source whose features are the columns of `tables`, by split.
 
-    `tables`: by split. A table with the name "" is divided into splits: by `masks`, or into train
-    and test, row by row, by `test_fraction` and `seed`. `labels`: column -> classes, if there is a
-    label; the names of classes are replaced by their numbers.
+    `kept`: the rows of each table that become examples, bool [rows]; by default all. A table with
+    the name "" is divided into splits: by `masks`, bool [rows], or into train and test, row by row,
+    by `test_fraction` and `seed`. `labels`: column -> classes, if there is a label; the names of
+    classes are replaced by their numbers.
     """
-
-    def split_of(table: Table, mask: bytes) -> SourceSplit:
-        examples = table.examples(mask, labels)
-        return SourceSplit(sum(mask), sum(mask) * table.row_bytes, examples)
-
+    row_bytes = sum(len(key.encode()) + _VALUE_BYTES + c.num_bytes for key, c in columns.items())
+    chosen = dict(
+        kept
+        or {
+            key: np.ones(sum(chunk.num_rows for chunk in part), bool)
+            for key, part in tables.items()
+        }
+    )
     if masks is not None:
         refuse_fraction(options, "--split_column says which row is of which split")
+        chosen = {split: chosen[""] & mask for split, mask in masks.items()}
     elif "" in tables:
-        masks = divided(map(str, range(tables[""].num_rows)), options, name)
-    if masks is not None:
-        splits = {split: split_of(tables[""], mask) for split, mask in masks.items()}
+        every = chosen.pop("")
+        keys = map(str, range(np.count_nonzero(every)))
+        for split, mask in divided(keys, options, name).items():
+            chosen[split] = every.copy()
+            chosen[split][every] = np.frombuffer(mask, bool)
     else:
         refuse_fraction(options, "the source has its own splits")
-        splits = {key: split_of(table, b"\1" * table.num_rows) for key, table in tables.items()}
+    splits = {}
+    for split, rows in chosen.items():
+        count = int(np.count_nonzero(rows))
+        chunks = tables[""] if "" in tables else tables[split]
+        examples = _examples(chunks, rows, columns, labels)
+        splits[split] = SourceSplit(count, count * row_bytes, examples)
+    nodes = {key: column.node for key, column in columns.items()}
     return Source(name, splits, feature_files(nodes, labels))
+
+
+def _examples(
+    chunks: Sequence[Chunk],
+    chosen: Mask,
+    columns: Mapping[str, TableColumn],
+    labels: Mapping[str, Classes],
+) -> Callable[[int, int], Iterator[bytes]]:
+    """`examples` of a SourceSplit that has the rows of `chunks` for which `chosen` is true."""
+    ends = np.cumsum([chunk.num_rows for chunk in chunks])
+    parts = np.split(chosen, ends[:-1])
+
+    def rows(part: int, low: int, high: int) -> Iterator[bytes]:
+        row = done = 0
+        for numbers, batch in chunks[part].batches(list(columns)):
+            places = np.flatnonzero(parts[part][row : row + len(numbers)])
+            row += len(numbers)
+            wanted = places[max(0, low - done) : max(0, high - done)]
+            done += len(places)
+            if len(wanted):
+                yield from records(
+                    {
+                        name: column.convert(taken(batch[name], wanted), labels.get(name))
+                        for name, column in columns.items()
+                    }
+                )
+            if done >= high:
+                return
+
+    return joined([int(np.count_nonzero(part)) for part in parts], rows)
+
+
+def taken(values: Any, places: Int64s) -> Any:
+    """The values at `places`, int64 [n]: all of an array of NumPy or Arrow if n is its length."""
+    if len(places) == len(values):
+        return values
+    return values[places] if isinstance(values, np.ndarray) else values.take(places)
 
 
 def split_files(path: str, *suffixes: str) -> dict[str, str]:

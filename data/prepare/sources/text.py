@@ -10,7 +10,6 @@ Memory holds the paths and sizes of the files, and one block of a file.
 """
 
 import functools
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from data.prepare.sources import (
     Options,
     Source,
     SourceSplit,
+    joined,
     refuse_fraction,
     split_paths,
     test_fraction,
@@ -104,30 +104,22 @@ def _files(path: str) -> list[tuple[str, int]]:
 def _examples(
     documents: Sequence[_Document], length: int, first: int, last: int
 ) -> Iterator[bytes]:
-    stream = _stream(documents, first * length)
+    sizes = [document.size for document in documents]
+    stream = joined(sizes, lambda number, low, high: _blocks(documents[number], low, high))
+    blocks = stream(first * length, last * length + 1)
     held = b""
     for _ in range(first, last):
         while len(held) <= length:
-            held += next(stream)
+            held += next(blocks)
         yield example_bytes({FEATURE: held[: length + 1]})
         held = held[length:]
 
 
-def _stream(documents: Sequence[_Document], offset: int) -> Iterator[bytes]:
-    """The bytes of all documents from `offset` on, in blocks."""
-    ends = itertools.accumulate(document.size for document in documents)
-    for document, end in zip(documents, ends, strict=True):
-        if offset >= end:
-            continue
-        skipped = max(0, offset - (end - document.size))
-        yield from _blocks(document, skipped)
-        yield END
-
-
-def _blocks(document: _Document, skipped: int) -> Iterator[bytes]:
-    left = document.end - document.begin - skipped
+def _blocks(document: _Document, low: int, high: int) -> Iterator[bytes]:
+    """The bytes low..high-1 of a document, in blocks; the last byte of a document is its end."""
+    left = min(high, document.end - document.begin) - low
     with open(document.path, "rb") as file:
-        file.seek(document.begin + skipped)
+        file.seek(document.begin + low)
         while left > 0:
             block = file.read(min(_BLOCK_BYTES, left))
             if not block:
@@ -140,3 +132,5 @@ def _blocks(document: _Document, skipped: int) -> Iterator[bytes]:
                 )
             left -= len(block)
             yield block
+    if high == document.size:
+        yield END

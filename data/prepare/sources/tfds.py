@@ -7,15 +7,13 @@ import socket
 import sys
 import urllib.parse
 import urllib.request
-from typing import TYPE_CHECKING
+
+import importlib_resources  # noqa: F401  # The builders of tensorflow-datasets need it.
+import tensorflow_datasets as tfds
 
 from data.prepare.sources import Options, Source, SourceSplit
 from data.prepare.sources.rewrite import copied, metadata_files
-from data.system.extras import import_extra
 from data.system.files import DataError
-
-if TYPE_CHECKING:
-    import tensorflow_datasets as tfds
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -25,10 +23,6 @@ def source(name: str, path: str, options: Options) -> Source:
     prepares it in its own directory (TFDS_DATA_DIR, or ~/tensorflow_datasets), from the files in
     directory `path`, or by download if that is "". `path` may also hold prepared data sets.
     """
-    for module in ("importlib_resources", "tensorflow_datasets"):  # Its builders import the first.
-        import_extra(module, "tfds", f"The data set tfds:{name}")
-    import tensorflow_datasets as tfds
-
     is_prepared = path != "" and os.path.isdir(os.path.join(path, re.split("[/:]", name)[0]))
     try:
         builder = tfds.builder(name, data_dir=path if is_prepared else None)
@@ -57,9 +51,7 @@ def source(name: str, path: str, options: Options) -> Source:
     return Source(builder.name, splits, metadata_files(os.fspath(builder.data_path)))
 
 
-def _prepare(builder: "tfds.core.DatasetBuilder", name: str, manual_dir: str) -> None:
-    import tensorflow_datasets as tfds
-
+def _prepare(builder: tfds.core.DatasetBuilder, name: str, manual_dir: str) -> None:
     # Checked first: a failed download takes minutes of retries and prints hundreds of warnings.
     if unreachable := _unreachable_hosts(builder, manual_dir):
         raise DataError(
@@ -82,7 +74,7 @@ def _prepare(builder: "tfds.core.DatasetBuilder", name: str, manual_dir: str) ->
         ) from error
 
 
-def _unreachable_hosts(builder: "tfds.core.DatasetBuilder", manual_dir: str) -> list[str]:
+def _unreachable_hosts(builder: tfds.core.DatasetBuilder, manual_dir: str) -> list[str]:
     """Hosts whose names cannot be resolved, of the files that are not in `manual_dir`."""
     if urllib.request.getproxies():
         return []  # The proxy resolves names, not this machine.
@@ -100,7 +92,7 @@ def _unreachable_hosts(builder: "tfds.core.DatasetBuilder", manual_dir: str) -> 
     return unreachable
 
 
-def _what_to_bring(builder: "tfds.core.DatasetBuilder", name: str) -> str:
+def _what_to_bring(builder: tfds.core.DatasetBuilder, name: str) -> str:
     urls = list(builder.url_infos)
     more = f" and {len(urls) - 8} more" if len(urls) > 8 else ""
     bring = ", ".join(urls[:8]) + more or "the files that its page in the TFDS catalog names"
