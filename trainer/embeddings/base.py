@@ -1,5 +1,7 @@
-"""Table: a table with its optimizer slots, as a checkpoint reads and writes it, in pieces.
+"""Table and Part: a table with its optimizer slots, in parts; a checkpoint copies it in pieces.
 
+    part.add_slots(marks_changes=False)             # in the strategy's scope
+    part.change(gradient, rate, step, factor=None)  # on the device of the part
     index = table.index()
     ids = table.ids(index)                          # all that have rows
     values = table.values_of(ids[:1000])            # from all parts
@@ -10,13 +12,19 @@ Ids are int64 [n]. Values are by name: "rows" [n, width], and the names of the s
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
+from strategies.locks import free
+from strategies.tables import making_part
+from trainer.embeddings.optimizers import TableUpdate, after, gather_rows, scatter_rows
+
+if TYPE_CHECKING:
+    from trainer.embeddings.layer import ShardedEmbedding
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 # "ids" and "use" of dynamic.Values. Empty if the number of rows is fixed.
@@ -26,18 +34,107 @@ Graph: TypeAlias = tf.types.experimental.PolymorphicFunction
 IDS = tf.TensorSpec([None], tf.int64)
 
 
-class Part(Protocol):
-    """A part of a table; its methods compute on the device of the part."""
+class Part:
+    """A part of a table, on one device. The base class of FixedPart and DynamicPart.
 
-    @property
-    def variables(self) -> Mapping[str, tf.Variable]:
-        """The rows and the optimizer slots, by the names of the values."""
+    Attributes:
+        rows: The rows.
+        variables: The rows and the optimizer slots, by the names of the values.
+        changed: The marks of changed rows, bool; None if there are none.
+    """
+
+    def __init__(
+        self, layer: "ShardedEmbedding", index: int, rows: tf.Variable, num_rows: int
+    ) -> None:
+        """`num_rows` is 0 if it is not fixed; a dry run makes `rows` without rows."""
+        self.rows, self.variables = rows, {"rows": rows}
+        self.changed: tf.Variable | None = None
+        self._layer, self._index, self._num_rows = layer, index, num_rows
+
+    def add_slots(self, *, marks_changes: bool) -> None:
+        """Makes the optimizer slots; called in the strategy's scope.
+
+        With `marks_changes` updates mark the rows that they change, for checkpoints that have only
+        these rows.
+        """
+        self._layer.is_trained = True
+        for name, (value, is_of_row) in self._layer.optimizer.initial_slots.items():
+            inner = () if is_of_row else (self._layer.width,)
+            self.variables[name] = self._new_variable(name, value, inner)
+
+    def _new_variable(self, name: str, value: float | bool, inner: tuple[int, ...]) -> tf.Variable:
+        """Makes a variable beside the rows with `value` everywhere, [rows, *inner]."""
+        made = [self.rows.shape[0], *inner]
+        with making_part(self._index, (self._num_rows, *inner), beside=self.rows):
+            return tf.Variable(
+                lambda: tf.fill(made, tf.constant(value)), trainable=False, name=name
+            )
+
+    def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
+        """The rows of `ids`, int64 [n]: [n, width]. The gradient is what `change` takes."""
+        raise NotImplementedError
+
+    def change(
+        self,
+        gradient: tf.IndexedSlices,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+        *,
+        factor: tf.Tensor | None,
+    ) -> tf.Tensor:
+        """Applies `gradient`, the sum of all replicas, to this part.
+
+        `rate` is the learning rate of the config, which contains `factor`, the factor of the
+        schedule; `step` is the number of steps done. Returns a tensor computed after the update.
+        """
+        layer = self._layer
+        if layer.optimizer.learning_rate is not None:
+            rate = tf.constant(layer.optimizer.learning_rate, tf.float32)
+            rate = rate if factor is None else rate * factor
+        with tf.device(self.rows.device):
+            ids, place = tf.unique(gradient.indices)
+            rows = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(ids))
+            places, rows, held = self._admitted(ids, rows, step)
+            if layer.l2:
+                rows += 2 * layer.l2 * gather_rows(self.rows, places)
+            if layer.clip_norm:
+                rows = tf.clip_by_norm(rows, layer.clip_norm, axes=[1])
+            rate = tf.cast(rate, rows.dtype)
+            update = TableUpdate(self.rows, self.variables, places, rows, rate, step)
+            done = layer.optimizer.update(update)
+            with after(done):
+                if self.changed is not None:
+                    # After the change: a checkpoint that finds no mark has the row from before.
+                    done = scatter_rows(self.changed, places, tf.ones_like(places, tf.bool))
+            with after(done):
+                rate = tf.identity(rate)
+            if held:
+                with tf.control_dependencies([free(held, rate)]):
+                    rate = tf.identity(rate)
+            return rate
+
+    def _admitted(
+        self, ids: tf.Tensor, rows: tf.Tensor, step: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Returns the places of `ids` of a gradient that have rows, `rows` of these, and locks."""
+        return ids, rows, []
+
+    def find(self, ids: tf.Tensor) -> tf.Tensor:
+        """The places of `ids` of this part, which have rows."""
+        raise NotImplementedError
 
     def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
         """The values of `ids` of this part, which have rows."""
+        with tf.device(self.rows.device):
+            places = self.find(ids)
+            return {name: gather_rows(v, places) for name, v in self.variables.items()}
 
     def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
         """Sets the values of `ids` of this part, which have rows."""
+        with tf.device(self.rows.device):
+            places = self.find(ids)
+            for name, variable in self.variables.items():
+                scatter_rows(variable, places, tf.identity(values[name]))
 
 
 class Table:

@@ -52,8 +52,7 @@ class DynamicTable(Table):
     """
 
     def __init__(self, parts: Sequence[DynamicPart], layer: "ShardedEmbedding") -> None:
-        self.dynamic_parts = list(parts)
-        self._parts = self.dynamic_parts
+        self._parts: Sequence[DynamicPart] = parts
         self.parts = [part.rows for part in parts]
         self.layer = layer
         self.shape = (None, layer.width)
@@ -63,7 +62,6 @@ class DynamicTable(Table):
         self._saved_step = 0
         step = tf.TensorSpec([], tf.int64)
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
-        parts = self.dynamic_parts
         self._graphs = made = list[Graph]()
 
         def graph(function: Callable[..., object], *specs: tf.TensorSpec) -> Graph:
@@ -76,17 +74,17 @@ class DynamicTable(Table):
         self._set_index_in_graph = graph(self._set_index, IDS, use)
 
     def _evict(self, step: tf.Tensor) -> None:
-        for part in self.dynamic_parts:
+        for part in self._parts:
             part.evict(step)
 
     def _set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
-        for part in self.dynamic_parts:
+        for part in self._parts:
             part.set_index(ids, use)
 
     @property
     def slot_names(self) -> list[str]:
         """The names of the optimizer slots."""
-        return list(self.dynamic_parts[0].slots)
+        return self.value_names[1:]
 
     @override
     def index(self) -> dict[str, Ids]:
@@ -115,7 +113,7 @@ class DynamicTable(Table):
         removed if a run is resumed with other arguments of the layer.
         """
         use, unknown = index["use"], (index["use"][:, 0] == 1) & (index["use"][:, 2] == 0)
-        if self.dynamic_parts[0].keeps_last and unknown.any():
+        if self._parts[0].keeps_last and unknown.any():
             use = np.where(unknown[:, np.newaxis] & (np.arange(NUM_VALUES) == 2), step, use)
             if self.layer.evicts:
                 log.warning(
@@ -140,7 +138,7 @@ class DynamicTable(Table):
 
     def counts(self) -> Counts:
         """The sums of all parts."""
-        counts = [value_of(part.counts) for part in self.dynamic_parts]
+        counts = [value_of(part.counts) for part in self._parts]
         return Counts(*np.sum(counts, axis=0).tolist())
 
     def evict(self, step: int) -> None:

@@ -21,12 +21,12 @@ from typing_extensions import override
 
 from data.system.compat.own_gradients import with_gradient
 from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
-from trainer.embeddings.base import of_parts
+from trainer.embeddings.base import Part, of_parts
 from trainer.embeddings.counting import add_lookup
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
-from trainer.embeddings.optimizers import TableOptimizer, gather_rows, table_optimizer, to_config
-from trainer.embeddings.table import Rows
+from trainer.embeddings.optimizers import TableOptimizer, table_optimizer, to_config
+from trainer.embeddings.table import FixedPart, Rows
 from trainer.step.options import ConfigError
 
 # Rows that are initialised with one seed.
@@ -72,6 +72,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
     Attributes:
         table: The complete table, Rows or DynamicTable; None before the layer is built.
+        parts: Its parts, FixedParts or DynamicParts.
         optimizer: A TableOptimizer.
         stores_rows: False in a dry run, and after `freeze`.
         is_trained: True if a learner has made optimizer slots of the table.
@@ -123,6 +124,7 @@ class ShardedEmbedding(keras.layers.Layer):
         """
         super().__init__(**kwargs)
         object.__setattr__(self, "table", None)
+        object.__setattr__(self, "parts", [])
         object.__setattr__(self, "_frozen", [])
         self.rows, self.width = rows, width
         self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
@@ -181,8 +183,9 @@ class ShardedEmbedding(keras.layers.Layer):
         total = num_parts()
         self.stores_rows = has_rows()
         if self.is_dynamic:
-            parts = [DynamicPart(self, index, total) for index in range(total)]
-            object.__setattr__(self, "table", DynamicTable(parts, self))
+            dynamic = [DynamicPart(self, index, total) for index in range(total)]
+            object.__setattr__(self, "parts", dynamic)
+            object.__setattr__(self, "table", DynamicTable(dynamic, self))
             return
         columns = input_shape[-1] if self.combiner is None else input_shape[-2]
         if isinstance(self.rows, Sequence) and columns != len(self._sizes):
@@ -190,7 +193,6 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"{self.name} has {len(self._sizes)} numbers of rows, so it needs ids of as many "
                 f"columns. Received: shape {tuple(input_shape)}."
             )
-        shape = self._num_rows, self.width
         parts = []
         for index in range(total):
             of_part = part_rows(self._num_rows, index, total), self.width
@@ -200,10 +202,12 @@ class ShardedEmbedding(keras.layers.Layer):
                     initializer=functools.partial(self._initial_rows, index, total),
                     name="embeddings" if total == 1 else f"embeddings_{index}",
                 )
-            parts.append(weight.value)
+            parts.append(FixedPart(self, index, weight.value, of_part[0]))
         path = f"{weight.path.rpartition('/')[0]}/embeddings"
+        table = Rows([part.rows for part in parts], (self._num_rows, self.width), path)
         # Not by Keras, which would save each part on its own.
-        object.__setattr__(self, "table", Rows(parts, shape, path))
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "table", table)
 
     def _initial_rows(
         self, index: int, num_parts: int, shape: Sequence[int], dtype: object = None
@@ -288,30 +292,20 @@ class ShardedEmbedding(keras.layers.Layer):
         """The rows of different `ids`, [n] -> [n, width], gathered on the devices of the parts."""
         if self._frozen:
             return self._frozen_rows(ids)
-        parts = self.table.parts
         if not self.stores_rows:
-            return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
+            return tf.zeros([tf.size(ids), self.width], self.parts[0].rows.dtype)
 
-        if len(parts) == 1 and read_dtype() == "float32":
+        if len(self.parts) == 1 and read_dtype() == "float32":
             # No device: a program that loads the exported model may lack the one of this process.
-            return self._rows_of_part(0, ids, training)
+            return self.parts[0].lookup(ids, training=training)
 
-        def sent_from(index: int, ids: tf.Tensor) -> tf.Tensor:
-            device = parts[index].device
-            with tf.device(device):
-                rows = self._rows_of_part(index, ids, training)
-            return _rounded_on(device, rows)
+        def sent_from(part: Part, ids: tf.Tensor) -> tf.Tensor:
+            with tf.device(part.rows.device):
+                rows = part.lookup(ids, training=training)
+            return _rounded_on(part.rows.device, rows)
 
-        find = [functools.partial(sent_from, index) for index in range(len(parts))]
-        rows: tf.Tensor = of_parts(ids, find)
+        rows: tf.Tensor = of_parts(ids, [functools.partial(sent_from, p) for p in self.parts])
         return rows
-
-    def _rows_of_part(self, index: int, ids: tf.Tensor, training: bool) -> tf.Tensor:
-        if self.is_dynamic:
-            rows: tf.Tensor = self.table.dynamic_parts[index].lookup(ids, training=training)
-            return rows
-        parts = self.table.parts
-        return gather_rows(parts[index], ids // len(parts))
 
     def freeze(self, ids: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
         """Replaces a table of dynamic ids by constant variables, in a model that is exported.

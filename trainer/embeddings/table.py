@@ -9,8 +9,8 @@ of parts. It is written and read over the methods of base.Table, which FixedTabl
 """
 
 import collections
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import keras
 import numpy as np
@@ -21,9 +21,9 @@ from typing_extensions import override
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
-from trainer.embeddings.base import Ids, Index, Table
+from trainer.embeddings.base import Ids, Index, Part, Table
 from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.optimizers import gather_rows, scatter_rows
+from trainer.embeddings.optimizers import gather_rows
 from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
@@ -70,22 +70,22 @@ class Rows:
                 part.assign(value[index :: len(self.parts)])
 
 
-class _FixedPart(NamedTuple):
-    """A part of a table with a fixed number of rows: id `i` is at place `i // num_parts`."""
+class FixedPart(Part):
+    """A part of a table with a fixed number of rows: id `i` is at place `i // P` of P parts."""
 
-    num_parts: int
-    variables: Mapping[str, tf.Variable]
+    @override
+    def add_slots(self, *, marks_changes: bool) -> None:
+        super().add_slots(marks_changes=marks_changes)
+        if marks_changes:
+            self.changed = self._new_variable("changed", False, ())
 
-    def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        places = ids // self.num_parts
-        with tf.device(self.variables["rows"].device):
-            return {name: gather_rows(v, places) for name, v in self.variables.items()}
+    @override
+    def find(self, ids: tf.Tensor) -> tf.Tensor:
+        return ids // len(self._layer.parts)
 
-    def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-        places = ids // self.num_parts
-        with tf.device(self.variables["rows"].device):
-            for name, variable in self.variables.items():
-                scatter_rows(variable, places, tf.identity(values[name]))
+    @override
+    def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
+        return gather_rows(self.rows, self.find(ids))
 
 
 class FixedTable(Table):
@@ -96,20 +96,17 @@ class FixedTable(Table):
         slots: The slots of all parts, by name.
     """
 
-    def __init__(
-        self, rows: Rows, slots: Mapping[str, Rows], changed: Sequence[tf.Variable] = ()
-    ) -> None:
-        """`changed` has a variable for each part, bool [rows]: True if a step changed the row."""
-        self.rows, self.slots = rows, dict(slots)
-        named = {"rows": rows, **slots}
-        num_parts = len(rows.parts)
-        self._parts = [
-            _FixedPart(num_parts, {name: each.parts[index] for name, each in named.items()})
-            for index in range(num_parts)
-        ]
-        self._changed = list(changed)
+    def __init__(self, rows: Rows, parts: Sequence[FixedPart]) -> None:
+        """`parts` have their slots, if the table is trained."""
+        self.rows, self._parts = rows, parts
+        self.slots: dict[str, Rows] = {}
+        for name in self.value_names[1:]:
+            variables = [part.variables[name] for part in parts]
+            shape = (rows.shape[0], *variables[0].shape[1:])
+            self.slots[name] = Rows(variables, shape, f"{rows.path}/{name}")
+        self._changed = [part.changed for part in parts if part.changed is not None]
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
-        self._graphs = [self._changed_in_graph] if changed else []
+        self._graphs = [self._changed_in_graph] if self._changed else []
 
     @property
     def variables(self) -> list[tf.Variable]:

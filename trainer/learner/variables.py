@@ -5,6 +5,7 @@ with variables.assigning_nothing(values):           # of the first of `inputs`
 outputs = model(inputs, training=False)
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import keras
@@ -14,10 +15,10 @@ import tensorflow as tf
 
 from data.system.compat.keras_layers import all_layers, own
 from trainer.embeddings.dynamic import DynamicTable
+from trainer.embeddings.layer import ShardedEmbedding
 from trainer.embeddings.table import FixedTable, Rows, saved_variables, tables_of
-from trainer.embeddings.updates import TablePart, require_table_options, saved_tables
 from trainer.step.loss_scale import computes_in_float16
-from trainer.step.options import Options
+from trainer.step.options import ConfigError, Options
 
 
 class ModelVariables:
@@ -38,20 +39,20 @@ class ModelVariables:
         of_tables = {id(part) for layer in self.tables for part in layer.weights}
         self.dense = [v for v in model.trainable_variables if id(v) not in of_tables]
         others = [v for v in model.non_trainable_variables if id(v) not in of_tables]
-        self.table_parts = [
-            TablePart(layer, index, marks_changes=options.marks_changed_rows)
+        self.table_parts = [p for layer in self.tables if layer.trainable for p in layer.parts]
+        for part in self.table_parts:
+            part.add_slots(marks_changes=options.marks_changed_rows)
+        self.saved_tables = [
+            layer.table if layer.is_dynamic else FixedTable(layer.table, layer.parts)
             for layer in self.tables
-            if layer.trainable
-            for index in range(len(layer.table.parts))
         ]
-        self.saved_tables = saved_tables(self.tables, self.table_parts)
-        parts = [part.variable for part in self.table_parts]
+        parts = [part.rows for part in self.table_parts]
         self.trained: list[tf.Variable] = [*(variable.value for variable in self.dense), *parts]
         self.keras_inputs = [*self.dense, *others]
         self.inputs: list[tf.Variable] = [variable.value for variable in self.keras_inputs]
         self.is_float16 = computes_in_float16(model)
         if self.tables:
-            require_table_options(options, self.tables, is_float16=self.is_float16)
+            _require_table_options(options, self.tables, is_float16=self.is_float16)
 
     @property
     def not_trained(self) -> list[tf.Variable]:
@@ -104,3 +105,24 @@ class ModelVariables:
             values = [*values, *(tf.convert_to_tensor(variable) for variable in others)]
         mapping = list(zip(self.keras_inputs, values, strict=False))
         return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+
+
+def _require_table_options(
+    options: Options, tables: Sequence[ShardedEmbedding], *, is_float16: bool
+) -> None:
+    """Raises ConfigError for an option that would change, or read, a whole table in each step."""
+    names = ", ".join(layer.name for layer in tables)
+    refused = {
+        f"config.{item.name}": (getattr(options, item.name) != getattr(Options(), item.name), use)
+        for item in dataclasses.fields(options)
+        if (use := item.metadata.get("with_tables"))
+    } | {
+        "config.jit_compile": (options.jit_compile, "--config.jit_compile=False"),
+        "config.precision=mixed_float16": (is_float16, "--config.precision=mixed_bfloat16"),
+    }
+    for name, (is_set, instead) in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} cannot be used with a ShardedEmbedding ({names}), of which a step knows "
+                f"the rows of its batch only. Use {instead}."
+            )
