@@ -1,34 +1,30 @@
 """The change of the variables by summed gradients, and the count of the step.
 
-    update = Update(optimizer, variables, Options(), None, None)
-    count = update.apply(summed, compiles=False)        # in replica context
-    update.state                                        # averages, loss scale: for a checkpoint
+    count = learner.apply(summed)       # in replica context
+    learner.state                       # averages, loss scale: for a checkpoint
 
 The order is fixed: finite check (float16); clipping; learning rate; then for each variable weight
 decay, the optimizer's update, the constraint, the moving average.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from data.system.compat.autograph import autograph
+from data.system.compat.autograph import autograph, no_autograph
 from data.system.compat.keras_optimizers import given_rate
 from strategies.base import read_now
 from trainer.embeddings.table import Rows
-from trainer.learner.variables import ModelVariables
+from trainer.learner.differentiation import Differentiation
 from trainer.step.fused_updates import Update as FusedUpdate
 from trainer.step.fused_updates import fused_update, supports
 from trainer.step.gradients import Gradient, clip_gradients, to_dense
 from trainer.step.loss_scale import LossScale, all_finite
-from trainer.step.options import Options, matching
+from trainer.step.options import matching
 from trainer.step.schedules import RateFactor
-
-# (index, variable, dense gradient, learning rate): changes the variable.
-ChangeVariable: TypeAlias = Callable[[int, tf.Variable, tf.Tensor, tf.Tensor], None]
 
 
 class _Now(NamedTuple):
@@ -41,32 +37,23 @@ class _Now(NamedTuple):
     is_finite: tf.Tensor | None
 
 
-class Update:
-    """Changes the variables of a learner.
+class Update(Differentiation):
+    """The part of a Learner that changes the variables.
 
     Attributes:
         averages: Exponential moving averages (EMA) of the variables, in their order; empty without
             `options.ema`.
-        loss_scale: The scale of the loss if the model computes in float16, else None.
     """
 
-    def __init__(
-        self,
-        optimizer: keras.Optimizer,
-        variables: ModelVariables,
-        options: Options,
-        rate_factor: RateFactor | None,
-        change_variable: ChangeVariable | None,
-    ) -> None:
-        """Creates the averages and the loss scale; called after `optimizer` was built.
+    optimizer: keras.Optimizer
+    step: tf.Variable
 
-        `change_variable` replaces the update of the optimizer.
+    def _start_update(self, rate_factor: RateFactor | None) -> None:
+        """Creates the averages and the loss scale; called after the optimizer was built.
 
         Raises ConfigError if `options.weight_decay.exclude` matches no variable.
         """
-        self._optimizer, self._step = optimizer, optimizer.iterations.value
-        self._variables, self._options = variables, options
-        self._change_variable, self._rate_factor = change_variable, rate_factor
+        variables, options, self._rate_factor = self._variables, self._options, rate_factor
         self._is_decayed = [options.weight_decay.rate > 0] * len(variables.dense)
         if exclude := options.weight_decay.exclude:
             paths = [variable.path for variable in variables.dense]
@@ -79,7 +66,7 @@ class Update:
 
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
-        """As `Learner.state`."""
+        """Variables, in named lists, that belong to neither the model nor the optimizer."""
         slots = self._variables.table_slots
         return {
             **({"averages": self.averages} if self.averages else {}),
@@ -87,34 +74,44 @@ class Update:
             **({"table_slots": slots} if slots else {}),
         }
 
-    def rate(self, step: tf.Tensor) -> tf.Tensor:
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._rate(tf.convert_to_tensor(self.step)).numpy())
+
+    def _rate(self, step: tf.Tensor) -> tf.Tensor:
         """Returns the learning rate after `step` steps."""
-        rate = given_rate(self._optimizer)
+        rate = given_rate(self.optimizer)
         if isinstance(rate, keras.Variable):
             rate = read_now(rate.value)
         elif isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             rate = rate(step)
         else:  # A function without arguments.
-            rate = self._optimizer.learning_rate
+            rate = self.optimizer.learning_rate
         return rate if self._rate_factor is None else rate * self._rate_factor(step)
 
-    def apply(self, gradients: Sequence[Gradient], *, compiles: bool) -> tf.Tensor:
-        """Changes the variables, and counts the step, as `Learner.apply`.
+    @no_autograph
+    def apply(self, gradients: Sequence[Gradient]) -> tf.Tensor:
+        """Changes the variables by `gradients`, summed over replicas, and counts the step.
 
-        `compiles` lets XLA compile the changes, where it can.
+        Returns the new count; under asynchronous ps other workers may have counted too. Called in
+        replica context. Keras' `optimizer.apply` is not used: it would sum over replicas again,
+        clip before that sum, and lose counts under ps. `update_step` is Keras' public extension
+        point for the formula alone; fused_updates.py has some of them as one op.
         """
         # On the device of the counter, so that a ps task needs no tensor of the worker.
-        with tf.device(self._step.device):
-            step = read_now(self._step)
-            rate = self.rate(step)
+        with tf.device(self.step.device):
+            step = read_now(self.step)
+            rate = self._rate(step)
             factor = None if self._rate_factor is None else self._rate_factor(step)
-            fused = None if self._change_variable else fused_update(self._optimizer, step)
+            is_overridden = type(self).change_variable is not Update.change_variable
+            fused = None if is_overridden else fused_update(self.optimizer, step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         changing = [self._variables.trained[index] for index in present]
         summed: Sequence[Gradient] = [gradients[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
         now = _Now(step, rate, factor, fused, is_finite)
-        compiles = compiles and bool(summed) and self._can_compile
+        compiles = self.compiles and bool(summed) and self._can_compile
         if not compiles:
             summed = clip_gradients(summed, changing, self._options.clip)
 
@@ -135,9 +132,9 @@ class Update:
         context = tf.distribute.get_replica_context()
         changed = context.merge_call(change_all, args=tuple(summed))
         # Counted last: a task that reads the new count also reads the new variables.
-        with tf.control_dependencies(tf.nest.flatten(changed)), tf.device(self._step.device):
+        with tf.control_dependencies(tf.nest.flatten(changed)), tf.device(self.step.device):
             # keras.Variable.assign_add reads, then writes: two workers would lose counts.
-            return self._step.assign_add(1)
+            return self.step.assign_add(1)
 
     @property
     def _can_compile(self) -> bool:
@@ -148,7 +145,7 @@ class Update:
         equal to the last bit.
         """
         is_one_process = isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)
-        is_of_keras = type(self._optimizer).__module__.startswith("keras.")
+        is_of_keras = type(self.optimizer).__module__.startswith("keras.")
         has_constraint = any(v.constraint is not None for v in self._variables.dense)
         return is_one_process and is_of_keras and not has_constraint
 
@@ -205,17 +202,24 @@ class Update:
             decay = tf.cast(now.rate * self._options.weight_decay.rate, variable.dtype)
             variable.assign_sub(decay * read_now(variable))
         gradient = to_dense(gradient, variable)
-        if self._change_variable is not None:
-            autograph(self._change_variable)(index, variable, gradient, now.rate)
-        elif now.fused is not None and supports(variable, gradient):
+        if now.fused is not None and supports(variable, gradient):
             now.fused(variable, gradient, now.rate)
         else:
-            self._optimizer.update_step(gradient, variable, now.rate)
+            autograph(self.change_variable)(index, variable, gradient, now.rate)
         if (constraint := self._variables.dense[index].constraint) is not None:
             variable.assign(constraint(read_now(variable)))
         if self.averages:
             self._update_average(index, variable, now.step)
         return read_now(variable)
+
+    def change_variable(
+        self, index: int, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor
+    ) -> None:
+        """Applies the optimizer to one copy of `self.variables[index]`. `gradient` is dense.
+
+        If no class overrides it, SGD and Adam use one fused op in its place (fused_updates.py).
+        """
+        self.optimizer.update_step(gradient, variable, rate)
 
     def _update_average(self, index: int, variable: tf.Variable, step: tf.Tensor) -> None:
         """Sets average <- decay * average + (1 - decay) * variable, after a change of the variable.
