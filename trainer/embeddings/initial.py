@@ -12,7 +12,8 @@ import math
 import keras
 import tensorflow as tf
 
-from data.split_mix import GAMMA, finalized
+from data.split_mix import GAMMA
+from trainer.step.random_layers import split_mix, uint64
 
 # Of 23 bits and a half, no value of an interval is rounded to 0 or 1 in float32.
 _BITS = 23
@@ -40,25 +41,11 @@ def initial_rows(
 def _uniform(ids: tf.Tensor, width: int, seed: str) -> tf.Tensor:
     """Values between 0 and 1, both excluded, float32 [n, width]."""
     key = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
-    mixed = _mix(tf.bitwise.bitwise_xor(ids, _constant(key)))
-    columns = tf.stack([_constant(GAMMA * (i + 1)) for i in range(width)])
-    bits = _shifted(_mix(mixed[:, tf.newaxis] + columns), _constant(64 - _BITS))
+    # `split_mix` adds GAMMA, which the key of an id does not have.
+    mixed = split_mix(
+        tf.bitwise.bitwise_xor(tf.bitcast(ids, tf.uint64), uint64(key)) - uint64(GAMMA)
+    )
+    # Not a constant vector: TensorFlow rounds vectors of large uint64 constants in graphs.
+    columns = tf.cast(tf.range(width), tf.uint64) * uint64(GAMMA)
+    bits = tf.bitwise.right_shift(split_mix(mixed[:, tf.newaxis] + columns), uint64(64 - _BITS))
     return (tf.cast(bits, tf.float32) + 0.5) / 2**_BITS
-
-
-def _mix(values: tf.Tensor) -> tf.Tensor:
-    return finalized(values, _constant, _shifted)
-
-
-def _shifted(values: tf.Tensor, shift: tf.Tensor) -> tf.Tensor:
-    """`values`, int64, shifted to the right by `shift` bits; zeros come from the left."""
-    unsigned = tf.bitcast(values, tf.uint64)
-    return tf.bitcast(tf.bitwise.right_shift(unsigned, tf.bitcast(shift, tf.uint64)), tf.int64)
-
-
-def _constant(bits: int) -> tf.Tensor:
-    """The last 64 bits of `bits` as int64.
-
-    Not as uint64: TensorFlow rounds vectors of large uint64 constants in graphs.
-    """
-    return tf.constant((bits + 2**63) % 2**64 - 2**63, tf.int64)
