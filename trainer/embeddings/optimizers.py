@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import tensorflow as tf
 from typing_extensions import override
@@ -44,6 +44,8 @@ class TableOptimizer:
     """
 
     learning_rate: float | None = None
+    # The names of the slots: True if a slot has one value for each row.
+    _slots: ClassVar[Mapping[str, bool]] = {}
 
     def __post_init__(self) -> None:
         """Raises ConfigError if a setting is not a number, or out of range."""
@@ -59,8 +61,9 @@ class TableOptimizer:
 
     @property
     def initial_slots(self) -> Slots:
-        """The slots with their first values."""
-        return {}
+        """The slots with their first values: `initial_NAME` if there is such a setting, or 0."""
+        names = self._slots.items()
+        return {name: (getattr(self, f"initial_{name}", 0.0), of_row) for name, of_row in names}
 
     def update(self, given: TableUpdate) -> tf.Operation | None:
         """Changes the table. Returns the op that is done last; None if eager."""
@@ -85,11 +88,7 @@ class Adagrad(TableOptimizer):
 
     initial_accumulator: float = number(0.1, AT_LEAST_0)
     epsilon: float = 1e-7
-
-    @property
-    @override
-    def initial_slots(self) -> Slots:
-        return {"accumulator": (self.initial_accumulator, False)}
+    _slots: ClassVar = {"accumulator": False}
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
@@ -106,20 +105,14 @@ class Adagrad(TableOptimizer):
 
 
 @dataclass(frozen=True)
-class RowWiseAdagrad(TableOptimizer):
+class RowWiseAdagrad(Adagrad):
     """Adagrad with one accumulator a row: a <- a + mean(gradient ** 2).
 
     Its slot has 1/width of the memory of Adagrad's (Naumov et al., "Deep Learning Recommendation
     Model for Personalization and Recommendation Systems", 2019).
     """
 
-    initial_accumulator: float = number(0.1, AT_LEAST_0)
-    epsilon: float = 1e-7
-
-    @property
-    @override
-    def initial_slots(self) -> Slots:
-        return {"accumulator": (self.initial_accumulator, True)}
+    _slots: ClassVar = {"accumulator": True}
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
@@ -149,11 +142,7 @@ class FTRL(TableOptimizer):
     learning_rate_power: float = 0.5
     l1: float = number(0.0, AT_LEAST_0)
     l2: float = number(0.0, AT_LEAST_0)
-
-    @property
-    @override
-    def initial_slots(self) -> Slots:
-        return {"accumulator": (self.initial_accumulator, False), "linear": (0.0, False)}
+    _slots: ClassVar = {"accumulator": False, "linear": False}
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
@@ -184,11 +173,7 @@ class LazyAdam(TableOptimizer):
     beta_1: float = number(0.9, BELOW_1)
     beta_2: float = number(0.999, BELOW_1)
     epsilon: float = 1e-7
-
-    @property
-    @override
-    def initial_slots(self) -> Slots:
-        return {"momentum": (0.0, False), "velocity": (0.0, False)}
+    _slots: ClassVar = {"momentum": False, "velocity": False}
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
