@@ -18,7 +18,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,14 @@ import tensorflow as tf
 
 from data.reader import Reader
 from data.system.stopwatch import Stopwatch
-from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics, add_metrics
 from strategies.pace import CallSize, Pace
 from strategies.position import Position, Reached
 from strategies.step_errors import errors_explained
 from strategies.worker_stats import WorkerStats
+
+if TYPE_CHECKING:
+    from strategies.local_steps import LocalSteps
 
 # What changes the variables in `_run`: an argument of `Executor.changing`.
 STEPS = "steps"
@@ -117,7 +119,7 @@ class Learner(Protocol):
         """`evaluate`, computed at `values` of `evaluation_inputs` that were read before."""
 
     @property
-    def local_steps(self) -> LocalSteps | None:
+    def local_steps(self) -> "LocalSteps | None":
         """None if the gradients of each step are summed over replicas."""
 
     @property

@@ -5,7 +5,7 @@
     learner.apply(summed)                               # the gradients, summed over replicas
 
 `gradients` changes no trainable variable; only `apply` does. Between them the executor sums over
-replicas (strategies/gradients/all_reduce.py). Learner is the sum of four parts, and what a config
+replicas (strategies/gradients/all_reduce.py). Learner is the sum of three parts, and what a config
 file may override of them:
 
 | part | what |
@@ -13,7 +13,6 @@ file may override of them:
 | objective.py | the loss, the penalties and the metric totals |
 | differentiation.py | the gradient: at given values, in micro-batches, compiled by XLA |
 | update.py | clipping, weight decay, the optimizer, moving averages, the count of the step |
-| local_steps.py | the average over replicas that train alone between two sums |
 
 A step descends along the gradient of
 
@@ -37,9 +36,9 @@ import tensorflow as tf
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Batch
+from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics
 from trainer.embeddings.table import Rows
-from trainer.learner.local_steps import LocalSteps
 from trainer.learner.objective import Objective
 from trainer.learner.update import Update
 from trainer.learner.variables import ModelVariables
@@ -137,10 +136,8 @@ class Learner(Update):
         self._start_update(rate_factor)
         self.local_steps: LocalSteps | None = None
         if options.local_steps.chosen:
-            others = self._changed_besides()
-            self.local_steps = LocalSteps(
-                options.local_steps, self.variables, others, options.last_step
-            )
+            others, settings = self._changed_besides(), vars(options.local_steps)
+            self.local_steps = LocalSteps(self.variables, others, options.last_step, **settings)
         if options.jit_compile:
             self.compile_with_xla()
 

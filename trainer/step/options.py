@@ -250,7 +250,7 @@ _LOCAL_STEPS = (("local_steps.every", "local_steps.every_secs"), "local_steps.ev
 class LocalStepsConfig:
     """Replicas train alone for some steps, then average; for slow networks.
 
-    See trainer/learner/local_steps.py for the formula (Douillard et al., "DiLoCo: Distributed
+    See strategies/local_steps.py for the formula (Douillard et al., "DiLoCo: Distributed
     Low-Communication Training of Language Models", 2023). The defaults are the plain mean. DiLoCo
     has 0.7 and 0.9 for 500 steps; docs/measured.md says what they do with few.
 
