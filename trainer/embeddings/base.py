@@ -12,6 +12,7 @@ Ids are int64 [n]. Values are by name: "rows" [n, width], and the names of the s
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -218,3 +219,29 @@ def of_parts(ids: tf.Tensor, find: Sequence[Callable[[tf.Tensor], Any]]) -> Any:
     ids_of_parts = tf.dynamic_partition(ids, owner, len(find))
     found = [of_part(part) for of_part, part in zip(find, ids_of_parts, strict=True)]
     return tf.nest.map_structure(lambda *parts: tf.dynamic_stitch(positions, parts), *found)
+
+
+# The lookups of a training step, for reports. Each replica is traced in its own thread, so it has
+# its own counts.
+_lookups: ContextVar[list[tuple[object, tf.Tensor]] | None] = ContextVar("lookups", default=None)
+
+
+def begin_counting() -> None:
+    """Forgets the lookups so far."""
+    _lookups.set([])
+
+
+def add_lookup(layer: object, num_unique: tf.Tensor, num_ids: tf.Tensor) -> None:
+    """Counts a lookup of `layer`; does nothing unless `begin_counting` was called."""
+    found = _lookups.get()
+    if found is not None:
+        found.append((layer, tf.cast(tf.stack([num_unique, num_ids]), tf.float64)))
+
+
+def lookups_of(layers: Sequence[object]) -> tf.Tensor:
+    """The sums of the counts of each layer, float64 [layers, 2]; the counting ends."""
+    found = _lookups.get() or []
+    _lookups.set(None)
+    zeros = tf.zeros([2], tf.float64)
+    sums = [tf.add_n([zeros, *(n for one, n in found if one is layer)]) for layer in layers]
+    return tf.stack(sums) if sums else tf.zeros([0, 2], tf.float64)

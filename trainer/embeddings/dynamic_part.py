@@ -8,18 +8,22 @@ dynamic.py says what is in the hash table, and when it changes. TensorFlow's Mut
 is not used: after removals an insertion may add an id twice.
 """
 
+import hashlib
+import math
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
+import keras
 import tensorflow as tf
 from typing_extensions import override
 
+from data.split_mix import GAMMA
 from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
 from trainer.embeddings.base import Part
-from trainer.embeddings.initial import initial_rows
 from trainer.embeddings.optimizers import after, capacity, gather_rows, scatter_rows
+from trainer.step.random_layers import split_mix, uint64
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
@@ -30,6 +34,9 @@ _FIRST_ROWS = 1024
 # Values of an id in the hash table, int64: its place, its sightings, its last step.
 NUM_VALUES = 3
 _UNKNOWN = (-1, 0, 0)
+
+# Of 23 bits and a half, no value of an interval is rounded to 0 or 1 in float32.
+_BITS = 23
 
 
 class Counts(NamedTuple):
@@ -263,3 +270,39 @@ def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
             return tf.constant(True)
 
     return tf.cond(needed > size, grow, lambda: tf.constant(False))
+
+
+def initial_rows(
+    ids: tf.Tensor, width: int, initializer: keras.initializers.Initializer, dtype: tf.DType
+) -> tf.Tensor:
+    """The initial rows of `ids`, int64 [n], as `initializer` distributes values: [n, width].
+
+    A function of the seed of `initializer` and the id. SplitMix64 hashes the id for each column:
+    a generator would give values in the order in which ids arrive, which differs between runs.
+    """
+    shape = [tf.size(ids), width]
+    settings = initializer.get_config()
+    if "seed" not in settings:
+        return tf.cast(initializer(shape), dtype)
+    uniform = _uniform(ids, width, str(initializer.seed))
+    if isinstance(initializer, keras.initializers.RandomUniform):
+        low, high = settings["minval"], settings["maxval"]
+        return tf.cast(low + (high - low) * uniform, dtype)
+    if isinstance(initializer, keras.initializers.TruncatedNormal):
+        # Values are between -2 and 2 standard deviations.
+        below = math.erfc(2**0.5) / 2
+        uniform = below + (1 - 2 * below) * uniform
+    return tf.cast(settings["mean"] + settings["stddev"] * tf.math.ndtri(uniform), dtype)
+
+
+def _uniform(ids: tf.Tensor, width: int, seed: str) -> tf.Tensor:
+    """Values between 0 and 1, both excluded, float32 [n, width]."""
+    key = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
+    # `split_mix` adds GAMMA, which the key of an id does not have.
+    mixed = split_mix(
+        tf.bitwise.bitwise_xor(tf.bitcast(ids, tf.uint64), uint64(key)) - uint64(GAMMA)
+    )
+    # Not a constant vector: TensorFlow rounds vectors of large uint64 constants in graphs.
+    columns = tf.cast(tf.range(width), tf.uint64) * uint64(GAMMA)
+    bits = tf.bitwise.right_shift(split_mix(mixed[:, tf.newaxis] + columns), uint64(64 - _BITS))
+    return (tf.cast(bits, tf.float32) + 0.5) / 2**_BITS

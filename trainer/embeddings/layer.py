@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from data.system.compat.own_gradients import with_gradient
 from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
-from trainer.embeddings.base import Part, of_parts
-from trainer.embeddings.counting import add_lookup
+from trainer.embeddings.base import Part, add_lookup, of_parts
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.optimizers import TableOptimizer, table_optimizer, to_config

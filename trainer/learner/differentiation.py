@@ -17,7 +17,7 @@ import tensorflow as tf
 from data.system.compat.autograph import no_autograph
 from strategies.base import Batch
 from strategies.gradients.parts import add_gradients, part_of_batch
-from trainer.embeddings.counting import begin_counting
+from trainer.embeddings.base import begin_counting
 from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
 from trainer.step.gradients import Gradient

@@ -21,7 +21,7 @@ import tensorflow as tf
 from data.system.compat.autograph import autograph, no_autograph
 from strategies.base import Batch
 from strategies.metrics import Metrics
-from trainer.embeddings.counting import lookups_of
+from trainer.embeddings.base import lookups_of
 from trainer.learner.variables import ModelVariables
 from trainer.step.keras_losses import KerasLoss, ModelLoss, class_weights, output_names, weighted
 from trainer.step.keras_metrics import KerasMetrics
