@@ -38,10 +38,9 @@ from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Batch
 from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics
-from trainer.embeddings.table import Rows
+from trainer.embeddings.table import Rows, saved_arrays
 from trainer.learner.objective import Objective
 from trainer.learner.update import Update
-from trainer.learner.variables import ModelVariables
 from trainer.step.keras_losses import KerasLoss, ModelLoss
 from trainer.step.keras_metrics import KerasMetrics, without_padding
 from trainer.step.losses import PerExample
@@ -127,11 +126,8 @@ class Learner(Update):
         self.batch_size = batch_size
         self.virtual_replicas = options.virtual_replicas
         self.needs_seeds = bind(model)
-        self._variables = variables = ModelVariables(model, options)
-        self.tables, self.saved_tables = variables.tables, variables.saved_tables
-        self.variables, self.dense_variables = variables.trained, variables.dense
-        self.num_dense = len(variables.dense)
-        self.objective = Objective(variables, loss, metrics, keras_metrics, options, batch_size)
+        self._find_variables()
+        self.objective = Objective(self, loss, metrics, keras_metrics, options, batch_size)
         self.build_optimizers()
         self._start_update(rate_factor)
         self.local_steps: LocalSteps | None = None
@@ -166,7 +162,7 @@ class Learner(Update):
         """What a step changes besides `variables`. The learning rate is changed by hooks alone."""
         rate, state = given_rate(self.optimizer), self.state.values()
         slots = [v.value for v in self.optimizer.variables if v is not rate]
-        counters = [v for v in self._variables.not_trained if not v.dtype.is_floating]
+        counters = [v for v in self._not_trained if not v.dtype.is_floating]
         return [*slots, *self.layer_state, *counters, *(v for each in state for v in each)]
 
     @property
@@ -184,11 +180,20 @@ class Learner(Update):
     def forward_state(self) -> Sequence[tf.Variable]:
         """The variables that `gradients` may change: all but those of the base class's `apply`."""
         others = [v for variables in self._own_state for v in variables]
-        return [*self._variables.not_trained, *others]
+        return [*self._not_trained, *others]
 
     def weights(self) -> list[npt.NDArray[np.generic]]:
-        """Returns the values that `evaluate` uses, averages if any, as `ModelVariables.values`."""
-        return self._variables.values(self.averages)
+        """Returns the values of `model.variables` that `evaluate` uses: averages, if there are any.
+
+        Each table is one value, however many parts it has. Tables of dynamic ids are left out.
+        """
+        evaluated = dict(zip(map(id, self.variables), self.averages, strict=False))
+        return [
+            v.numpy()
+            if isinstance(v, Rows)
+            else np.asarray(evaluated.get(id(v.value), v.value).numpy())
+            for v in saved_arrays(self.model)
+        ]
 
     def build_optimizers(self) -> None:
         """Creates the optimizer's variables. Called by `__init__`, in the strategy's scope."""
@@ -203,15 +208,6 @@ class Learner(Update):
             return self.objective.losses(
                 labels, outputs, *weights[:1], inputs=inputs, training=True
             )
-
-    def _assigning_nothing(self, values: Sequence[tf.Tensor]) -> keras.StatelessScope:
-        # A loss of the model may add Keras' penalties, of variables with a value in the scope.
-        return self._variables.assigning_nothing(values, completes=self.objective.has_model_loss)
-
-    @property
-    def layer_state(self) -> Sequence[tf.Variable]:
-        """The variables that layers change in training, each replica its own copy."""
-        return self._variables.layer_state
 
     @no_autograph
     def evaluate(self, batch: Batch) -> tf.Tensor:
@@ -228,7 +224,7 @@ class Learner(Update):
         if type(self).evaluate is not Learner.evaluate:
             return ()
         trained = self.averages or self.variables[: self.num_dense]
-        return [*trained, *self._variables.not_trained]
+        return [*trained, *self._not_trained]
 
     @no_autograph
     def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -22,23 +22,19 @@ from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
 from trainer.step.gradients import Gradient
 from trainer.step.loss_scale import LossScale, unscaled
-from trainer.step.options import Options
 from trainer.step.random_layers import drawing
 from trainer.step.xla_errors import described, is_of_xla
 
 log = logging.getLogger(__name__)
 
 
-class Differentiation:
+class Differentiation(ModelVariables):
     """The part of a Learner that differentiates its objective. Learner sets the attributes."""
 
-    model: keras.Model
     needs_seeds: bool
     objective: Objective
     loss_scale: LossScale | None
     virtual_replicas: int
-    _options: Options
-    _variables: ModelVariables
     _is_subclass: bool  # Of Learner.
     _with_xla: tf.types.experimental.PolymorphicFunction | None = None
     _may_stop_compiling = False
@@ -93,7 +89,7 @@ class Differentiation:
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `gradients_at` needs; empty if a subclass overrides `gradients`."""
-        return () if self.overrides_gradients else self._variables.inputs
+        return () if self.overrides_gradients else self._inputs
 
     @property
     def overrides_gradients(self) -> bool:
@@ -141,16 +137,16 @@ class Differentiation:
         """
         scale = self.loss_scale.read() if self.loss_scale else None
         if self._with_xla is not None:
-            read = values or [tf.convert_to_tensor(variable) for variable in self._variables.inputs]
+            read = values or [tf.convert_to_tensor(variable) for variable in self._inputs]
             gradients, totals, updates = self._with_xla(batch, training, read, scale)
         elif values is not None:
             gradients, totals, updates = self._differentiate_at(batch, training, values, scale)
         else:
-            return self._differentiate(batch, training, self._variables.trained, scale)
+            return self._differentiate(batch, training, self.variables, scale)
         for key, value in updates.items():
             index = int(key)
             if self._new is None:
-                self._variables.inputs[index].assign(value)
+                self._inputs[index].assign(value)
             else:
                 self._new[index] = value
             if values is not None:
@@ -164,15 +160,25 @@ class Differentiation:
 
         The third result is what the forward pass would assign, by the index of the variable.
         """
-        variables = self._variables.keras_inputs
-        parts = self._variables.trained[len(self._variables.dense) :]
-        with self._variables.assigning_nothing(values) as scope:
+        variables, parts = self._keras_inputs, self.variables[self.num_dense :]
+        with self._assigning_nothing(values) as scope:
             before = [scope.get_current_value(variable) for variable in variables]
-            sources = [*values[: len(self._variables.dense)], *parts]
+            sources = [*values[: self.num_dense], *parts]
             gradients, totals = self._differentiate(batch, training, sources, scale)
             after = [scope.get_current_value(variable) for variable in variables]
         pairs = enumerate(zip(before, after, strict=True))
         return gradients, totals, {str(i): new for i, (old, new) in pairs if new is not old}
+
+    def _assigning_nothing(self, values: Sequence[tf.Tensor]) -> keras.StatelessScope:
+        """A scope in which the first inputs have `values`, and assignments have no effect.
+
+        A loss of the model may add Keras' penalties: then the others have their present values in
+        the scope, too.
+        """
+        if self.objective.has_model_loss:
+            values = [*values, *map(tf.convert_to_tensor, self._inputs[len(values) :])]
+        mapping = list(zip(self._keras_inputs, values, strict=False))
+        return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
 
     def _differentiate(
         self,

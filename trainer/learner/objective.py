@@ -58,9 +58,9 @@ class Objective:
         self._class_weight, self._penalty = options.class_weight, options.penalty
         self._penalised: list[keras.Variable] = []
         if options.penalty.l1 or options.penalty.l2:
-            paths = [variable.path for variable in variables.dense]
+            paths = [variable.path for variable in variables.dense_variables]
             found = matching("penalty.variables", options.penalty.variables, paths)
-            self._penalised = list(itertools.compress(variables.dense, found))
+            self._penalised = list(itertools.compress(variables.dense_variables, found))
 
     @no_autograph
     def build_metrics(self, labels: Batch, outputs: Batch) -> None:

@@ -53,21 +53,21 @@ class Update(Differentiation):
 
         Raises ConfigError if `options.weight_decay.exclude` matches no variable.
         """
-        variables, options, self._rate_factor = self._variables, self._options, rate_factor
-        self._is_decayed = [options.weight_decay.rate > 0] * len(variables.dense)
+        options, self._rate_factor = self._options, rate_factor
+        self._is_decayed = [options.weight_decay.rate > 0] * len(self.dense_variables)
         if exclude := options.weight_decay.exclude:
-            paths = [variable.path for variable in variables.dense]
+            paths = [variable.path for variable in self.dense_variables]
             found = matching("weight_decay.exclude", exclude, paths)
             self._is_decayed = [not is_excluded for is_excluded in found]
         self.averages: list[tf.Variable] = []
         if options.ema.decay:
-            self.averages = [_average_of(variable) for variable in variables.trained]
-        self.loss_scale = LossScale(options.loss_scale) if variables.is_float16 else None
+            self.averages = [_average_of(variable) for variable in self.variables]
+        self.loss_scale = LossScale(options.loss_scale) if self._is_float16 else None
 
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
-        slots = self._variables.table_slots
+        slots = self._table_slots
         return {
             **({"averages": self.averages} if self.averages else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
@@ -107,7 +107,7 @@ class Update(Differentiation):
             is_overridden = type(self).change_variable is not Update.change_variable
             fused = None if is_overridden else fused_update(self.optimizer, step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        changing = [self._variables.trained[index] for index in present]
+        changing = [self.variables[index] for index in present]
         summed: Sequence[Gradient] = [gradients[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
         now = _Now(step, rate, factor, fused, is_finite)
@@ -146,19 +146,19 @@ class Update(Differentiation):
         """
         is_one_process = isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)
         is_of_keras = type(self.optimizer).__module__.startswith("keras.")
-        has_constraint = any(v.constraint is not None for v in self._variables.dense)
+        has_constraint = any(v.constraint is not None for v in self.dense_variables)
         return is_one_process and is_of_keras and not has_constraint
 
     def _change_copies(
         self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Gradient
     ) -> Sequence[tf.Tensor]:
         """Changes all copies of a variable; returns tensors that are computed after that."""
-        place = index - len(self._variables.dense)
+        place = index - self.num_dense
         if place >= 0:  # A table, which all replicas of this process share.
-            part = self._variables.table_parts[place]
+            part = self._table_parts[place]
             first, *_ = strategy.experimental_local_results(gradient)
             return [part.change(first, now.rate, now.step, factor=now.factor)]
-        variable = self._variables.trained[index]
+        variable = self.variables[index]
         change = functools.partial(self._change, now)
         changed: Sequence[tf.Tensor]
         changed = strategy.extended.update(variable, change, (gradient, index), group=False)
@@ -206,7 +206,7 @@ class Update(Differentiation):
             now.fused(variable, gradient, now.rate)
         else:
             autograph(self.change_variable)(index, variable, gradient, now.rate)
-        if (constraint := self._variables.dense[index].constraint) is not None:
+        if (constraint := self.dense_variables[index].constraint) is not None:
             variable.assign(constraint(read_now(variable)))
         if self.averages:
             self._update_average(index, variable, now.step)
