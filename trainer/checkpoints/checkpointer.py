@@ -244,12 +244,10 @@ class Checkpointer:
 
     def check(self) -> Saved | None:
         """As `restore`, but reads neither variables nor checksums, and restores nothing."""
-        names = self._store.names("step-")
-        for name in reversed(names):
-            if mark := self._store.mark_if_complete(name):
-                self._check_identity(name, mark)
-                return mark.saved
-        self._refuse_damaged(names)
+        if mark := self._store.newest():
+            self._check_identity(mark.name, mark)
+            return mark.saved
+        self._refuse_damaged(self._store.names("step-"))
         return None
 
     def newest(self) -> Saved | None:

@@ -185,10 +185,6 @@ class Table:
         """Sets the values of different `ids`, which have rows."""
         self._set_values_in_graph(tf.constant(ids), dict(values))
 
-    def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        found: dict[str, tf.Tensor] = of_parts(ids, [part.values_of for part in self._parts])
-        return found
-
     def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
         for index, part in enumerate(self._parts):
             mine = tf.equal(ids % len(self._parts), index)
@@ -197,7 +193,8 @@ class Table:
 
     @functools.cached_property
     def _values_in_graph(self) -> Graph:
-        return tf.function(no_autograph(self._values_of), input_signature=[IDS])
+        find = [part.values_of for part in self._parts]
+        return tf.function(no_autograph(lambda ids: of_parts(ids, find)), input_signature=[IDS])
 
     @functools.cached_property
     def _set_values_in_graph(self) -> Graph:

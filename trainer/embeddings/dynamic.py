@@ -17,7 +17,7 @@ So all decisions depend on steps and ids only, and not on the order in which wor
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,22 +64,17 @@ class DynamicTable(Table):
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
         self._graphs = made = list[Graph]()
 
-        def graph(function: Callable[..., object], *specs: tf.TensorSpec) -> Graph:
-            made.append(tf.function(no_autograph(function), input_signature=specs))
+        def graph(methods: Sequence[Callable[..., object]], *specs: tf.TensorSpec) -> Graph:
+            def call(*arguments: tf.Tensor) -> list[object]:
+                return [method(*arguments) for method in methods]
+
+            made.append(tf.function(no_autograph(call), input_signature=specs))
             return made[-1]
 
-        self._last_steps_in_graph = graph(lambda: _joined(part.last_steps() for part in parts))
-        self._index_in_graph = graph(lambda: _joined(part.index() for part in parts))
-        self._evict_in_graph = graph(self._evict, step)
-        self._set_index_in_graph = graph(self._set_index, IDS, use)
-
-    def _evict(self, step: tf.Tensor) -> None:
-        for part in self._parts:
-            part.evict(step)
-
-    def _set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
-        for part in self._parts:
-            part.set_index(ids, use)
+        self._last_steps_in_graph = graph([part.last_steps for part in parts])
+        self._index_in_graph = graph([part.index for part in parts])
+        self._evict_in_graph = graph([part.evict for part in parts], step)
+        self._set_index_in_graph = graph([part.set_index for part in parts], IDS, use)
 
     @property
     def slot_names(self) -> list[str]:
@@ -88,7 +83,7 @@ class DynamicTable(Table):
 
     @override
     def index(self) -> dict[str, Ids]:
-        ids, use = map(value_of, self._index_in_graph())
+        ids, use = _joined(self._index_in_graph())
         order = np.argsort(ids)
         return {"ids": ids[order], "use": use[order]}
 
@@ -157,7 +152,7 @@ class DynamicTable(Table):
 
     def _first_within(self, max_rows: int, first: int) -> int:
         """Returns the lowest step since which at most `max_rows` ids with rows were used."""
-        found, numbers = map(value_of, self._last_steps_in_graph())
+        found, numbers = _joined(self._last_steps_in_graph())
         steps, places = np.unique(found, return_inverse=True)
         of_steps = np.zeros(len(steps), np.int64)
         np.add.at(of_steps, places, numbers)
@@ -180,7 +175,7 @@ class DynamicTable(Table):
         return int(steps[-1])
 
 
-def _joined(found: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> tuple[tf.Tensor, tf.Tensor]:
-    """The tensors of all parts, one after the other."""
-    firsts, seconds = (tf.concat(values, axis=0) for values in zip(*found, strict=True))
+def _joined(found: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tuple[Ids, Ids]:
+    """The values of all parts, one after the other."""
+    firsts, seconds = (np.concatenate([*map(value_of, v)]) for v in zip(*found, strict=True))
     return firsts, seconds
