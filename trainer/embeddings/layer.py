@@ -25,7 +25,7 @@ from trainer.embeddings.base import Part, add_lookup, of_parts
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.optimizers import TableOptimizer, table_optimizer, to_config
-from trainer.embeddings.table import FixedPart, Rows
+from trainer.embeddings.table import FixedPart, FixedTable
 from trainer.step.options import ConfigError
 
 # Rows that are initialised with one seed.
@@ -70,7 +70,7 @@ class ShardedEmbedding(keras.layers.Layer):
     optimizer of its own, because those of Keras change all rows in each step.
 
     Attributes:
-        table: The complete table, Rows or DynamicTable; None before the layer is built.
+        table: The complete table, FixedTable or DynamicTable; None before the layer is built.
         parts: Its parts, FixedParts or DynamicParts.
         optimizer: A TableOptimizer.
         stores_rows: False in a dry run, and after `freeze`.
@@ -203,10 +203,9 @@ class ShardedEmbedding(keras.layers.Layer):
                 )
             parts.append(FixedPart(self, index, weight.value, of_part[0]))
         path = f"{weight.path.rpartition('/')[0]}/embeddings"
-        table = Rows([part.rows for part in parts], (self._num_rows, self.width), path)
         # Not by Keras, which would save each part on its own.
         object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "table", FixedTable(parts, (self._num_rows, self.width), path))
 
     def _initial_rows(
         self, index: int, num_parts: int, shape: Sequence[int], dtype: object = None

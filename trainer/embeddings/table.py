@@ -88,30 +88,29 @@ class FixedPart(Part):
         return gather_rows(self.rows, self.find(ids))
 
 
-class FixedTable(Table):
-    """A table with a fixed number of rows, and its optimizer slots.
+class FixedTable(Rows, Table):
+    """A table with a fixed number of rows, and its optimizer slots."""
 
-    Attributes:
-        rows: The rows of all parts.
-        slots: The slots of all parts, by name.
-    """
-
-    def __init__(self, rows: Rows, parts: Sequence[FixedPart]) -> None:
-        """`parts` have their slots, if the table is trained."""
-        self.rows, self._parts = rows, parts
-        self.slots: dict[str, Rows] = {}
-        for name in self.value_names[1:]:
-            variables = [part.variables[name] for part in parts]
-            shape = (rows.shape[0], *variables[0].shape[1:])
-            self.slots[name] = Rows(variables, shape, f"{rows.path}/{name}")
-        self._changed = [part.changed for part in parts if part.changed is not None]
+    def __init__(self, parts: Sequence[FixedPart], shape: tuple[int, ...], path: str) -> None:
+        super().__init__([part.rows for part in parts], shape, path)
+        self._parts = parts
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
-        self._graphs = [self._changed_in_graph] if self._changed else []
+        self._graphs = [self._changed_in_graph]
+
+    @property
+    def slots(self) -> list[Rows]:
+        """The optimizer slots; none if the table is not trained."""
+        found = []
+        for name in self.value_names[1:]:
+            variables = [part.variables[name] for part in self._parts]
+            shape = (self.shape[0], *variables[0].shape[1:])
+            found.append(Rows(variables, shape, f"{self.path}/{name}"))
+        return found
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of all parts, without the marks."""
-        return [part for each in (self.rows, *self.slots.values()) for part in each.parts]
+        return [part for each in (self, *self.slots) for part in each.parts]
 
     @override
     def index(self) -> dict[str, Ids]:
@@ -123,21 +122,20 @@ class FixedTable(Table):
 
     @override
     def ids(self, index: Index) -> Ids:
-        return np.arange(self.rows.shape[0], dtype=np.int64)
+        return np.arange(self.shape[0], dtype=np.int64)
 
     @override
     def take_changed_ids(self, index: Index, step: int) -> Ids:
-        if not self._changed:  # The table is not trained.
-            return np.zeros([0], np.int64)
         return np.sort(value_of(self._changed_in_graph()))
 
     @no_autograph
     def _take_changed_ids(self) -> tf.Tensor:
-        found = []
-        for index, variable in enumerate(self._changed):
-            with tf.device(variable.device):
-                found.append(tf.where(variable.read_value())[:, 0] * len(self._changed) + index)
-                variable.assign(tf.zeros_like(variable))
+        found = [tf.zeros([0], tf.int64)]  # If no part has marks.
+        for index, part in enumerate(self._parts):
+            if (changed := part.changed) is not None:
+                with tf.device(changed.device):
+                    found.append(tf.where(changed.read_value())[:, 0] * len(self._parts) + index)
+                    changed.assign(tf.zeros_like(changed))
         return tf.concat(found, axis=0)
 
 
@@ -145,9 +143,7 @@ def tables_of(model: keras.Model) -> "list[ShardedEmbedding]":
     """The layers of `model` that are split, also those inside of other layers."""
     # Not isinstance of the layer: layer.py imports this module.
     layers = all_layers(model, include_self=False)
-    return [
-        layer for layer in layers if isinstance(getattr(layer, "table", None), Rows | DynamicTable)
-    ]
+    return [layer for layer in layers if isinstance(getattr(layer, "table", None), Table)]
 
 
 def saved_variables(model: keras.Model) -> list[keras.Variable | Rows | DynamicTable]:

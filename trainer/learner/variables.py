@@ -22,17 +22,14 @@ class ModelVariables:
     def _find_variables(self) -> None:
         """Raises OptimizerError or ConfigError, as Learner."""
         model, options = self.model, self._options
-        self.tables = [layer for layer in tables_of(model) if layer.table is not None]
+        self.tables = tables_of(model)
         of_tables = {id(part) for layer in self.tables for part in layer.weights}
         self.dense_variables = [v for v in model.trainable_variables if id(v) not in of_tables]
         others = [v for v in model.non_trainable_variables if id(v) not in of_tables]
         self._table_parts = [p for layer in self.tables if layer.trainable for p in layer.parts]
         for part in self._table_parts:
             part.add_slots(marks_changes=options.marks_changed_rows)
-        self.saved_tables = [
-            layer.table if layer.is_dynamic else FixedTable(layer.table, layer.parts)
-            for layer in self.tables
-        ]
+        self.saved_tables = [layer.table for layer in self.tables]
         parts = [part.rows for part in self._table_parts]
         self.variables: list[tf.Variable] = [*(v.value for v in self.dense_variables), *parts]
         self.num_dense = len(self.dense_variables)
@@ -52,7 +49,7 @@ class ModelVariables:
     def _table_slots(self) -> list[Rows]:
         """The optimizer slots of tables with a fixed number of rows."""
         tables = [table for table in self.saved_tables if isinstance(table, FixedTable)]
-        return [slot for table in tables for slot in table.slots.values()]
+        return [slot for table in tables for slot in table.slots]
 
     @property
     def layer_state(self) -> list[tf.Variable]:
