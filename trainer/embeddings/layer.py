@@ -31,11 +31,11 @@ from trainer.step.options import ConfigError
 # Rows that are initialised with one seed.
 _BLOCK_ROWS = 1 << 16
 
-# How the rows of several ids become one: the sum is divided by this function of their number.
-COMBINERS: Mapping[str, Callable[[tf.Tensor], tf.Tensor]] = {
-    "sum": tf.ones_like,
-    "mean": tf.identity,
-    "sqrtn": tf.sqrt,
+# How the rows of several ids become one.
+COMBINERS: Mapping[str, Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "sum": tf.math.unsorted_segment_sum,
+    "mean": tf.math.unsorted_segment_mean,
+    "sqrtn": tf.math.unsorted_segment_sqrt_n,
 }
 
 # Fills up the ids of a feature that has fewer of them than others.
@@ -259,13 +259,10 @@ class ShardedEmbedding(keras.layers.Layer):
         `is_id`, [..., length], is False for padding.
         """
         assert self.combiner is not None
+        combine = COMBINERS[self.combiner]
         of_features = tf.reshape(is_id, [-1, tf.shape(is_id)[-1]])
         feature = tf.where(of_features)[:, 0]
-        num_features = tf.shape(of_features, tf.int64)[0]
-        numbers = tf.math.count_nonzero(of_features, axis=1, dtype=rows.dtype)
-        divisor = COMBINERS[self.combiner](tf.maximum(numbers, 1))
-        summed = tf.math.unsorted_segment_sum(rows, feature, num_features)
-        return summed / divisor[:, tf.newaxis]
+        return combine(rows, feature, tf.shape(of_features, tf.int64)[0])
 
     def _numbered(self, ids: tf.Tensor, is_id: tf.Tensor) -> tf.Tensor:
         """The rows of `ids` in the table of all columns, int64. Raises an error out of range.
