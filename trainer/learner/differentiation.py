@@ -15,12 +15,11 @@ import keras
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
-from strategies.base import Batch
+from strategies.base import Batch, Tensor
 from strategies.gradients.parts import add_gradients, part_of_batch
 from trainer.embeddings.base import begin_counting
 from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
-from trainer.step.gradients import Gradient
 from trainer.step.loss_scale import LossScale, unscaled
 from trainer.step.random_layers import drawing
 from trainer.step.xla_errors import described, is_of_xla
@@ -75,7 +74,7 @@ class Differentiation(ModelVariables):
             return self.model(inputs, training=training)
 
     @no_autograph
-    def gradients(self, batch: Batch, *, training: bool = True) -> tuple[list[Gradient], tf.Tensor]:
+    def gradients(self, batch: Batch, *, training: bool = True) -> tuple[list[Tensor], tf.Tensor]:
         """Returns this replica's part of the gradient, and the metric totals of its examples.
 
         `batch` is (inputs, labels), each of B examples; then their weights, if `parse` returns
@@ -109,7 +108,7 @@ class Differentiation(ModelVariables):
     @no_autograph
     def gradients_at(
         self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool = True
-    ) -> tuple[list[Gradient], tf.Tensor]:
+    ) -> tuple[list[Tensor], tf.Tensor]:
         """Returns `gradients(batch)` at `values`, which were read from `gradient_inputs`.
 
         None reads the variables.
@@ -130,7 +129,7 @@ class Differentiation(ModelVariables):
 
     def _differentiate_and_assign(
         self, batch: Batch, training: bool, values: list[tf.Tensor] | None
-    ) -> tuple[list[Gradient], tf.Tensor]:
+    ) -> tuple[list[Tensor], tf.Tensor]:
         """Differentiates, and assigns what the forward pass updates: batch statistics, for example.
 
         If there are `values`, updates them too: the next micro-batch starts from them.
@@ -155,7 +154,7 @@ class Differentiation(ModelVariables):
 
     def _differentiate_at(
         self, batch: Batch, training: bool, values: Sequence[tf.Tensor], scale: tf.Tensor | None
-    ) -> tuple[list[Gradient], tf.Tensor, dict[str, tf.Tensor]]:
+    ) -> tuple[list[Tensor], tf.Tensor, dict[str, tf.Tensor]]:
         """Returns `_differentiate` at `values`, without side effects.
 
         The third result is what the forward pass would assign, by the index of the variable.
@@ -186,7 +185,7 @@ class Differentiation(ModelVariables):
         training: bool,
         sources: Sequence[tf.Variable | tf.Tensor],
         scale: tf.Tensor | None,
-    ) -> tuple[list[Gradient], tf.Tensor]:
+    ) -> tuple[list[Tensor], tf.Tensor]:
         """Returns the gradient with respect to `sources`, variables or values, and totals."""
         objective = self.objective
         inputs, labels, *others = batch

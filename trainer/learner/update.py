@@ -16,14 +16,13 @@ import tensorflow as tf
 
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.compat.keras_optimizers import given_rate
-from strategies.base import read_now
+from strategies.base import Tensor, read_now
 from trainer.embeddings.table import Rows
 from trainer.learner.differentiation import Differentiation
 from trainer.step.fused_updates import Update as FusedUpdate
 from trainer.step.fused_updates import fused_update, supports
-from trainer.step.gradients import Gradient, clip_gradients, to_dense
 from trainer.step.loss_scale import LossScale, all_finite
-from trainer.step.options import matching
+from trainer.step.options import ClipConfig, matching
 from trainer.step.schedules import RateFactor
 
 
@@ -91,7 +90,7 @@ class Update(Differentiation):
         return rate if self._rate_factor is None else rate * self._rate_factor(step)
 
     @no_autograph
-    def apply(self, gradients: Sequence[Gradient]) -> tf.Tensor:
+    def apply(self, gradients: Sequence[Tensor]) -> tf.Tensor:
         """Changes the variables by `gradients`, summed over replicas, and counts the step.
 
         Returns the new count; under asynchronous ps other workers may have counted too. Called in
@@ -108,14 +107,14 @@ class Update(Differentiation):
             fused = None if is_overridden else fused_update(self.optimizer, step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         changing = [self.variables[index] for index in present]
-        summed: Sequence[Gradient] = [gradients[index] for index in present]
+        summed: Sequence[Tensor] = [gradients[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
         now = _Now(step, rate, factor, fused, is_finite)
         compiles = self.compiles and bool(summed) and self._can_compile
         if not compiles:
-            summed = clip_gradients(summed, changing, self._options.clip)
+            summed = _clipped(summed, changing, self._options.clip)
 
-        def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
+        def change_all(strategy: tf.distribute.Strategy, *changes: Tensor) -> list[tf.Tensor]:
             if compiles:  # Then there are no tables.
                 change = functools.partial(self._change_compiled, now, present)
                 arguments = changing, list(changes)
@@ -150,7 +149,7 @@ class Update(Differentiation):
         return is_one_process and is_of_keras and not has_constraint
 
     def _change_copies(
-        self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Gradient
+        self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Tensor
     ) -> Sequence[tf.Tensor]:
         """Changes all copies of a variable; returns tensors that are computed after that."""
         place = index - self.num_dense
@@ -170,19 +169,17 @@ class Update(Differentiation):
         present: Sequence[int],
         _: tf.Variable,
         copies: Sequence[tf.Variable],
-        changes: Sequence[Gradient],
+        changes: Sequence[Tensor],
     ) -> list[tf.Tensor]:
         """Changes the copies of all variables on one device, in one program of XLA."""
 
-        def change_each(changes: Sequence[Gradient]) -> list[tf.Tensor]:
-            clipped = clip_gradients(changes, copies, self._options.clip)
+        def change_each(changes: Sequence[Tensor]) -> list[tf.Tensor]:
+            clipped = _clipped(changes, copies, self._options.clip)
             return list(map(functools.partial(self._change, now), copies, clipped, present))
 
         return list(tf.function(change_each, jit_compile=True, autograph=False)(changes))
 
-    def _change(
-        self, now: _Now, variable: tf.Variable, gradient: Gradient, index: int
-    ) -> tf.Tensor:
+    def _change(self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int) -> tf.Tensor:
         """Changes one copy of a dense variable, if all gradients are finite; returns its value."""
         if now.is_finite is not None:
             return tf.cond(
@@ -196,12 +193,12 @@ class Update(Differentiation):
             return self._change_finite(now, variable, gradient, index)
 
     def _change_finite(
-        self, now: _Now, variable: tf.Variable, gradient: Gradient, index: int
+        self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int
     ) -> tf.Tensor:
         if self._is_decayed[index]:
             decay = tf.cast(now.rate * self._options.weight_decay.rate, variable.dtype)
             variable.assign_sub(decay * read_now(variable))
-        gradient = to_dense(gradient, variable)
+        gradient = _to_dense(gradient, variable)
         if now.fused is not None and supports(variable, gradient):
             now.fused(variable, gradient, now.rate)
         else:
@@ -243,3 +240,34 @@ def _average_of(variable: tf.Variable) -> tf.Variable:
     """A variable for the average of `variable`: on its device, with its value."""
     with tf.distribute.get_strategy().extended.colocate_vars_with(variable):
         return tf.Variable(variable.read_value(), trainable=False, name="average")
+
+
+def _to_dense(gradient: Tensor, variable: tf.Variable) -> tf.Tensor:
+    """Returns `gradient` with the shape of `variable`: rows with the same index are summed."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = gradient.values
+    with tf.device(rows.device):
+        return tf.math.unsorted_segment_sum(rows, gradient.indices, variable.shape[0])
+
+
+def _clipped(
+    gradients: Sequence[Tensor], variables: Sequence[tf.Variable], clip: ClipConfig
+) -> Sequence[Tensor]:
+    """Clips the `gradients` of `variables`, none of which is None, as ClipConfig says."""
+    if not (clip.value or clip.norm or clip.global_norm):
+        return gradients
+    # Dense first: rows with the same index are one row, which has their sum.
+    dense = [_to_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
+    if clip.global_norm:
+        clipped, _ = tf.clip_by_global_norm(dense, clip.global_norm)
+        return list(clipped)
+    clipped = []
+    for gradient in dense:
+        with tf.device(gradient.device):  # It may be on another task.
+            if clip.value:
+                gradient = tf.clip_by_value(gradient, -clip.value, clip.value)
+            else:
+                gradient = tf.clip_by_norm(gradient, clip.norm)
+        clipped.append(gradient)
+    return clipped
