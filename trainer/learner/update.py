@@ -181,16 +181,13 @@ class Update(Differentiation):
 
     def _change(self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int) -> tf.Tensor:
         """Changes one copy of a dense variable, if all gradients are finite; returns its value."""
+        change = functools.partial(self._change_finite, now, variable, gradient, index)
         if now.is_finite is not None:
-            return tf.cond(
-                now.is_finite,
-                lambda: self._change_finite(now, variable, gradient, index),
-                lambda: read_now(variable),
-            )
+            return tf.cond(now.is_finite, change, lambda: read_now(variable))
         # Nothing changes before the gradient is there: a step whose sums fail, or whose worker
         # dies, must leave no weight decay either.
         with tf.control_dependencies(tf.nest.flatten(gradient, expand_composites=True)):
-            return self._change_finite(now, variable, gradient, index)
+            return change()
 
     def _change_finite(
         self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int
