@@ -119,7 +119,7 @@ class Learner(Update):
         check_optimizer(optimizer)
         options = options or Options()
         self._is_subclass = type(self) is not Learner
-        self.model, self.optimizer, self._options = model, optimizer, options
+        self.model, self.optimizer, self._step_options = model, optimizer, options
         self.step: tf.Variable = optimizer.iterations.value
         self.origin = origin
         self.notes: list[str] = []
@@ -139,8 +139,8 @@ class Learner(Update):
 
     def ends_report(self, step: tf.Tensor) -> tf.Tensor:
         """True, bool [], if step `step` + 1 is the last one of a report, or of the run."""
-        is_last = tf.equal(step + 1, self._options.last_step)
-        every = self._options.log_every_steps
+        is_last = tf.equal(step + 1, self._step_options.last_step)
+        every = self._step_options.log_every_steps
         return is_last | tf.equal((step + 1) % every, 0) if every else is_last
 
     @property

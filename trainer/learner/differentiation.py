@@ -37,7 +37,7 @@ class Differentiation(ModelVariables):
     _is_subclass: bool  # Of Learner.
     _with_xla: tf.types.experimental.PolymorphicFunction | None = None
     _may_stop_compiling = False
-    _new: dict[int, tf.Tensor] | None = None
+    _new_state: dict[int, tf.Tensor] | None = None
 
     def compile_with_xla(self, *, is_optional: bool = False) -> None:
         """Has XLA compile gradients and, if no method is overridden, updates and evaluations.
@@ -88,7 +88,7 @@ class Differentiation(ModelVariables):
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `gradients_at` needs; empty if a subclass overrides `gradients`."""
-        return () if self.overrides_gradients else self._inputs
+        return () if self.overrides_gradients else self._forward_inputs
 
     @property
     def overrides_gradients(self) -> bool:
@@ -101,9 +101,9 @@ class Differentiation(ModelVariables):
 
         The mapping gets what they would be, by the index in `gradient_inputs`.
         """
-        self._new = {}
-        yield self._new
-        self._new = None
+        self._new_state = {}
+        yield self._new_state
+        self._new_state = None
 
     @no_autograph
     def gradients_at(
@@ -114,7 +114,7 @@ class Differentiation(ModelVariables):
         None reads the variables.
         """
         values = None if values is None else list(values)
-        num_parts = self._options.micro_batches
+        num_parts = self._step_options.micro_batches
         part = part_of_batch(batch, 0, num_parts)
         gradients, totals = self._differentiate_and_assign(part, training, values)
         for i in range(1, num_parts):
@@ -136,7 +136,7 @@ class Differentiation(ModelVariables):
         """
         scale = self.loss_scale.read() if self.loss_scale else None
         if self._with_xla is not None:
-            read = values or [tf.convert_to_tensor(variable) for variable in self._inputs]
+            read = values or [tf.convert_to_tensor(variable) for variable in self._forward_inputs]
             gradients, totals, updates = self._with_xla(batch, training, read, scale)
         elif values is not None:
             gradients, totals, updates = self._differentiate_at(batch, training, values, scale)
@@ -144,10 +144,10 @@ class Differentiation(ModelVariables):
             return self._differentiate(batch, training, self.variables, scale)
         for key, value in updates.items():
             index = int(key)
-            if self._new is None:
-                self._inputs[index].assign(value)
+            if self._new_state is None:
+                self._forward_inputs[index].assign(value)
             else:
-                self._new[index] = value
+                self._new_state[index] = value
             if values is not None:
                 values[index] = value
         return gradients, totals
@@ -175,7 +175,7 @@ class Differentiation(ModelVariables):
         the scope, too.
         """
         if self.objective.has_model_loss:
-            values = [*values, *map(tf.convert_to_tensor, self._inputs[len(values) :])]
+            values = [*values, *map(tf.convert_to_tensor, self._forward_inputs[len(values) :])]
         mapping = list(zip(self._keras_inputs, values, strict=False))
         return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
 

@@ -52,7 +52,7 @@ class Update(Differentiation):
 
         Raises ConfigError if `options.weight_decay.exclude` matches no variable.
         """
-        options, self._rate_factor = self._options, rate_factor
+        options, self._rate_factor = self._step_options, rate_factor
         self._is_decayed = [options.weight_decay.rate > 0] * len(self.dense_variables)
         if exclude := options.weight_decay.exclude:
             paths = [variable.path for variable in self.dense_variables]
@@ -76,9 +76,9 @@ class Update(Differentiation):
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        return float(self._rate(tf.convert_to_tensor(self.step)).numpy())
+        return float(self._rate_after(tf.convert_to_tensor(self.step)).numpy())
 
-    def _rate(self, step: tf.Tensor) -> tf.Tensor:
+    def _rate_after(self, step: tf.Tensor) -> tf.Tensor:
         """Returns the learning rate after `step` steps."""
         rate = given_rate(self.optimizer)
         if isinstance(rate, keras.Variable):
@@ -101,7 +101,7 @@ class Update(Differentiation):
         # On the device of the counter, so that a ps task needs no tensor of the worker.
         with tf.device(self.step.device):
             step = read_now(self.step)
-            rate = self._rate(step)
+            rate = self._rate_after(step)
             factor = None if self._rate_factor is None else self._rate_factor(step)
             is_overridden = type(self).change_variable is not Update.change_variable
             fused = None if is_overridden else fused_update(self.optimizer, step)
@@ -112,7 +112,7 @@ class Update(Differentiation):
         now = _Now(step, rate, factor, fused, is_finite)
         compiles = self.compiles and bool(summed) and self._can_compile
         if not compiles:
-            summed = _clipped(summed, changing, self._options.clip)
+            summed = _clipped(summed, changing, self._step_options.clip)
 
         def change_all(strategy: tf.distribute.Strategy, *changes: Tensor) -> list[tf.Tensor]:
             if compiles:  # Then there are no tables.
@@ -158,7 +158,7 @@ class Update(Differentiation):
             first, *_ = strategy.experimental_local_results(gradient)
             return [part.change(first, now.rate, now.step, factor=now.factor)]
         variable = self.variables[index]
-        change = functools.partial(self._change, now)
+        change = functools.partial(self._change_if_finite, now)
         changed: Sequence[tf.Tensor]
         changed = strategy.extended.update(variable, change, (gradient, index), group=False)
         return changed
@@ -174,12 +174,16 @@ class Update(Differentiation):
         """Changes the copies of all variables on one device, in one program of XLA."""
 
         def change_each(changes: Sequence[Tensor]) -> list[tf.Tensor]:
-            clipped = _clipped(changes, copies, self._options.clip)
-            return list(map(functools.partial(self._change, now), copies, clipped, present))
+            clipped = _clipped(changes, copies, self._step_options.clip)
+            return list(
+                map(functools.partial(self._change_if_finite, now), copies, clipped, present)
+            )
 
         return list(tf.function(change_each, jit_compile=True, autograph=False)(changes))
 
-    def _change(self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int) -> tf.Tensor:
+    def _change_if_finite(
+        self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int
+    ) -> tf.Tensor:
         """Changes one copy of a dense variable, if all gradients are finite; returns its value."""
         change = functools.partial(self._change_finite, now, variable, gradient, index)
         if now.is_finite is not None:
@@ -193,7 +197,7 @@ class Update(Differentiation):
         self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int
     ) -> tf.Tensor:
         if self._is_decayed[index]:
-            decay = tf.cast(now.rate * self._options.weight_decay.rate, variable.dtype)
+            decay = tf.cast(now.rate * self._step_options.weight_decay.rate, variable.dtype)
             variable.assign_sub(decay * read_now(variable))
         gradient = _to_dense(gradient, variable)
         if now.fused is not None and supports(variable, gradient):
@@ -221,7 +225,7 @@ class Update(Differentiation):
         It is one addition, so concurrent updates by asynchronous workers are all counted. With
         warm-up the decay is that of TensorFlow 1's ExponentialMovingAverage(decay, num_updates=t).
         """
-        ema = self._options.ema
+        ema = self._step_options.ema
         decay = tf.constant(ema.decay, tf.float32)
         if ema.warmup:
             done = tf.cast(step, tf.float32)

@@ -17,11 +17,11 @@ class ModelVariables:
     """The part of a Learner that finds the variables, and makes the optimizer slots of tables."""
 
     model: keras.Model
-    _options: Options
+    _step_options: Options
 
     def _find_variables(self) -> None:
         """Raises OptimizerError or ConfigError, as Learner."""
-        model, options = self.model, self._options
+        model, options = self.model, self._step_options
         self.tables = tables_of(model)
         of_tables = {id(part) for layer in self.tables for part in layer.weights}
         self.dense_variables = [v for v in model.trainable_variables if id(v) not in of_tables]
@@ -35,7 +35,7 @@ class ModelVariables:
         self.num_dense = len(self.dense_variables)
         # The forward pass reads these, and the tables.
         self._keras_inputs = [*self.dense_variables, *others]
-        self._inputs: list[tf.Variable] = [variable.value for variable in self._keras_inputs]
+        self._forward_inputs: list[tf.Variable] = [v.value for v in self._keras_inputs]
         self._is_float16 = computes_in_float16(model)
         if self.tables:
             _require_table_options(options, self.tables, is_float16=self._is_float16)
@@ -43,7 +43,7 @@ class ModelVariables:
     @property
     def _not_trained(self) -> list[tf.Variable]:
         """The variables without tables that are not trained."""
-        return self._inputs[self.num_dense :]
+        return self._forward_inputs[self.num_dense :]
 
     @property
     def _table_slots(self) -> list[Rows]:
