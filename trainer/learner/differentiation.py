@@ -17,12 +17,12 @@ import tensorflow as tf
 from data.system.compat.autograph import no_autograph
 from strategies.base import Batch, Tensor
 from strategies.gradients.parts import add_gradients, part_of_batch
+from strategies.step_errors import reason_of_xla
 from trainer.embeddings.base import begin_counting
 from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
 from trainer.step.loss_scale import LossScale, unscaled
 from trainer.step.random_layers import drawing
-from trainer.step.xla_errors import described, is_of_xla
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,11 @@ class Differentiation(ModelVariables):
 
     def stop_compiling(self, error: tf.errors.OpError) -> bool:
         """Returns True if `error` says that XLA cannot compile, and it need not: try again."""
-        if not self._may_stop_compiling or not is_of_xla(error):
+        reason = reason_of_xla(error)
+        if not self._may_stop_compiling or not reason:
             return False
         self._with_xla, self._may_stop_compiling = None, False
-        log.warning(
-            "XLA is not used: %s With --config.jit_compile=False it is not tried.",
-            described(error),
-        )
+        log.warning("XLA is not used: %s With --config.jit_compile=False it is not tried.", reason)
         return True
 
     @property
