@@ -36,7 +36,7 @@ from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError, Mark, complete_mark, own_mark
 from trainer.checkpoints.retention import Chain
 from trainer.checkpoints.store import Store
-from trainer.embeddings.base import Ids, Index, Table
+from trainer.embeddings.base import Ids, Table, ids_with_rows
 from trainer.exit_codes import first_line
 
 PREFIX = "tables"
@@ -271,7 +271,7 @@ def table_values(checkpoint: str, *, rows_only: bool = False) -> dict[str, npt.N
                         continue
                     rows = reader.get_tensor(name)
                     if value is None:
-                        known = _known(index, len(rows))
+                        known = ids_with_rows(index, len(rows))
                         value = np.zeros((len(known), *rows.shape[1:]), rows.dtype)
                     ids = _ids_of_rows(reader, number, known)
                     is_known = _is_in(ids, known)
@@ -279,14 +279,6 @@ def table_values(checkpoint: str, *, rows_only: bool = False) -> dict[str, npt.N
                 assert value is not None
                 values[name] = value
     return values
-
-
-def _known(index: Index, num_rows: int) -> Ids:
-    """The ids that have rows; without an index those of a table with `num_rows` rows."""
-    if not index:
-        return np.arange(num_rows)
-    found: Ids = index["ids"][index["use"][:, 0] == 1]
-    return found
 
 
 def _index(reader: _Reader, number: int) -> dict[str, Ids]:
@@ -299,7 +291,7 @@ def _ids_of_rows(reader: _Reader, number: int, known: Ids) -> Ids:
     if reader.has_tensor(f"{number}/{_CHANGED}"):
         changed: Ids = reader.get_tensor(f"{number}/{_CHANGED}")
         return changed
-    return _known(_index(reader, number), len(known))
+    return ids_with_rows(_index(reader, number), len(known))
 
 
 def _is_in(ids: Ids, known: Ids) -> npt.NDArray[np.bool_]:

@@ -142,19 +142,22 @@ class Table:
     """The base class of FixedTable and DynamicTable."""
 
     _parts: Sequence[Part]  # Part p of P has the rows of ids with id mod P = p.
+    shape: tuple[Any, ...]  # (rows, width); rows is None if it is not fixed.
     _graphs: Sequence[Graph] = ()  # Graphs that a derived class needs, with their signatures.
 
     def index(self) -> dict[str, Ids]:
-        """Returns all ids, sorted, and their use."""
-        raise NotImplementedError
+        """Returns all ids, sorted, and their use; empty if the number of rows is fixed."""
+        return {}
 
     def set_index(self, index: Index, step: int = 0) -> None:
-        """Replaces all ids by those of `index`, which was saved at `step`; their rows are zeros."""
-        raise NotImplementedError
+        """Replaces all ids by those of `index`, which was saved at `step`; their rows are zeros.
+
+        Does nothing if the number of rows is fixed.
+        """
 
     def ids(self, index: Index) -> Ids:
         """Returns the ids of `index` that have rows, sorted."""
-        raise NotImplementedError
+        return ids_with_rows(index, self.shape[0])
 
     def take_changed_ids(self, index: Index, step: int) -> Ids:
         """Returns the ids whose rows changed since the last call, sorted; `step` steps are done."""
@@ -204,6 +207,11 @@ class Table:
             for name, variable in self._parts[0].variables.items()
         }
         return tf.function(no_autograph(self._set_values), input_signature=[IDS, values])
+
+
+def ids_with_rows(index: Index, num_rows: int) -> Ids:
+    """The ids that have rows; without an index those of a table with `num_rows` rows."""
+    return index["ids"][index["use"][:, 0] == 1] if index else np.arange(num_rows)
 
 
 def of_parts(ids: tf.Tensor, find: Sequence[Callable[[tf.Tensor], Any]]) -> Any:  # Any: a nest.

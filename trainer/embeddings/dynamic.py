@@ -88,11 +88,6 @@ class DynamicTable(Table):
         return {"ids": ids[order], "use": use[order]}
 
     @override
-    def ids(self, index: Index) -> Ids:
-        found: Ids = index["ids"][index["use"][:, 0] == 1]
-        return found
-
-    @override
     def take_changed_ids(self, index: Index, step: int) -> Ids:
         """All ids that were used count as changed."""
         has_row, last_step = index["use"][:, 0] == 1, index["use"][:, 2]

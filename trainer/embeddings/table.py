@@ -113,18 +113,6 @@ class FixedTable(Rows, Table):
         return [part for each in (self, *self.slots) for part in each.parts]
 
     @override
-    def index(self) -> dict[str, Ids]:
-        return {}
-
-    @override
-    def set_index(self, index: Index, step: int = 0) -> None:
-        """Does nothing: the ids are known."""
-
-    @override
-    def ids(self, index: Index) -> Ids:
-        return np.arange(self.shape[0], dtype=np.int64)
-
-    @override
     def take_changed_ids(self, index: Index, step: int) -> Ids:
         return np.sort(value_of(self._changed_in_graph()))
 
