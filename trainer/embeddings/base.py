@@ -42,6 +42,7 @@ class Part:
         rows: The rows.
         variables: The rows and the optimizer slots, by the names of the values.
         changed: The marks of changed rows, bool; None if there are none.
+        marks_changes: True if updates mark the rows that they change.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Part:
         """`num_rows` is 0 if it is not fixed; a dry run makes `rows` without rows."""
         self.rows, self.variables = rows, {"rows": rows}
         self.changed: tf.Variable | None = None
+        self.marks_changes = False
         self._layer, self._index, self._num_rows = layer, index, num_rows
 
     def add_slots(self, *, marks_changes: bool) -> None:
@@ -58,7 +60,7 @@ class Part:
         With `marks_changes` updates mark the rows that they change, for checkpoints that have only
         these rows.
         """
-        self._layer.is_trained = True
+        self._layer.is_trained, self.marks_changes = True, marks_changes
         for name, (value, is_of_row) in self._layer.optimizer.initial_slots.items():
             inner = () if is_of_row else (self._layer.width,)
             self.variables[name] = self._new_variable(name, value, inner)

@@ -149,8 +149,7 @@ class DynamicTable(Table):
         """Returns the lowest step since which at most `max_rows` ids with rows were used."""
         found, numbers = _joined(self._last_steps_in_graph())
         steps, places = np.unique(found, return_inverse=True)
-        of_steps = np.zeros(len(steps), np.int64)
-        np.add.at(of_steps, places, numbers)
+        of_steps = np.bincount(places, numbers).astype(np.int64)
         since = np.cumsum(of_steps[::-1])[::-1]
         beyond = steps[since > max_rows]
         if not len(beyond):

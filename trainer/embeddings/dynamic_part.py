@@ -67,7 +67,7 @@ class DynamicPart(Part):
                 name=f"{layer.name}/embeddings_{index}",
             )
         super().__init__(layer, index, rows, num_rows=0)
-        self._num_parts, self.marks_changes = num_parts, False
+        self._num_parts = num_parts
         with making_part(index, (len(Counts._fields),), beside=self.rows):
             self.counts = tf.Variable(
                 tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
@@ -86,11 +86,6 @@ class DynamicPart(Part):
         To keep it costs a write of the hash table for each id that a step uses.
         """
         return self._layer.evicts or self.marks_changes
-
-    @override
-    def add_slots(self, *, marks_changes: bool) -> None:
-        super().add_slots(marks_changes=marks_changes)
-        self.marks_changes = marks_changes
 
     @override
     def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:

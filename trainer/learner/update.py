@@ -17,7 +17,7 @@ import tensorflow as tf
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Tensor, read_now
-from trainer.embeddings.table import Rows
+from trainer.embeddings.table import FixedTable, Rows
 from trainer.learner.differentiation import Differentiation
 from trainer.step.fused_updates import Update as FusedUpdate
 from trainer.step.fused_updates import fused_update, supports
@@ -66,7 +66,8 @@ class Update(Differentiation):
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
-        slots = self._table_slots
+        fixed = [table for table in self.saved_tables if isinstance(table, FixedTable)]
+        slots = [slot for table in fixed for slot in table.slots]
         return {
             **({"averages": self.averages} if self.averages else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),

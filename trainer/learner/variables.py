@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from data.system.compat.keras_layers import all_layers, own
 from trainer.embeddings.layer import ShardedEmbedding
-from trainer.embeddings.table import FixedTable, Rows, tables_of
+from trainer.embeddings.table import tables_of
 from trainer.step.loss_scale import computes_in_float16
 from trainer.step.options import ConfigError, Options
 
@@ -44,12 +44,6 @@ class ModelVariables:
     def _not_trained(self) -> list[tf.Variable]:
         """The variables without tables that are not trained."""
         return self._forward_inputs[self.num_dense :]
-
-    @property
-    def _table_slots(self) -> list[Rows]:
-        """The optimizer slots of tables with a fixed number of rows."""
-        tables = [table for table in self.saved_tables if isinstance(table, FixedTable)]
-        return [slot for table in tables for slot in table.slots]
 
     @property
     def layer_state(self) -> list[tf.Variable]:
