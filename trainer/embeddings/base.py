@@ -140,11 +140,26 @@ class Part:
                 scatter_rows(variable, places, tf.identity(values[name]))
 
 
-class Table:
+class SplitVariable:
+    """The variables of the parts of a table, or of an optimizer slot of it.
+
+    Attributes:
+        parts: The variables.
+        shape: That of the complete table; the number of rows is None if it is not fixed.
+        path: The name of the complete table.
+        dtype: The name of the type of the values.
+    """
+
+    def __init__(self, parts: Sequence[tf.Variable], shape: tuple[Any, ...], path: str) -> None:
+        self.parts, self.shape = list(parts), shape
+        self.path = self.name = path
+        self.dtype: str = parts[0].dtype.name
+
+
+class Table(SplitVariable):
     """The base class of FixedTable and DynamicTable."""
 
     _parts: Sequence[Part]  # Part p of P has the rows of ids with id mod P = p.
-    shape: tuple[Any, ...]  # (rows, width); rows is None if it is not fixed.
     _graphs: Sequence[Graph] = ()  # Graphs that a derived class needs, with their signatures.
 
     def index(self) -> dict[str, Ids]:

@@ -42,22 +42,13 @@ Values = Mapping[str, npt.NDArray[np.generic]]
 
 
 class DynamicTable(Table):
-    """The parts of a table without a fixed number of rows, with their optimizer slots.
-
-    Attributes:
-        parts: The variables with the rows of each part.
-        shape: (None, width).
-        path: The name of the table.
-        dtype: The name of the type of the values.
-    """
+    """A table without a fixed number of rows, and its optimizer slots."""
 
     def __init__(self, parts: Sequence[DynamicPart], layer: "ShardedEmbedding") -> None:
+        path = f"{layer.path}/embeddings"
+        super().__init__([part.rows for part in parts], (None, layer.width), path)
         self._parts: Sequence[DynamicPart] = parts
-        self.parts = [part.rows for part in parts]
         self.layer = layer
-        self.shape = (None, layer.width)
-        self.path = self.name = f"{layer.path}/embeddings"
-        self.dtype: str = parts[0].rows.dtype.name
         self._has_warned = False
         self._saved_step = 0
         step = tf.TensorSpec([], tf.int64)

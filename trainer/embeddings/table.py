@@ -21,7 +21,7 @@ from typing_extensions import override
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
-from trainer.embeddings.base import Ids, Index, Part, Table
+from trainer.embeddings.base import Ids, Index, Part, SplitVariable, Table
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.optimizers import gather_rows
 from trainer.step.options import ConfigError
@@ -34,21 +34,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item", bound="keras.Variable | Rows | DynamicTable")
 
 
-class Rows:
-    """Variables of which part p has the rows p, p + P, p + 2 P, ... of a table of P parts.
-
-    Attributes:
-        parts: The variables.
-        shape: That of the complete table.
-        path: The name of the complete table.
-        dtype: The name of the type of the values.
-    """
-
-    def __init__(self, parts: Sequence[tf.Variable], shape: tuple[int, ...], path: str) -> None:
-        self.parts = list(parts)
-        self.shape = shape
-        self.path = self.name = path
-        self.dtype: str = parts[0].dtype.name
+class Rows(SplitVariable):
+    """Variables of which part p has the rows p, p + P, p + 2 P, ... of a table of P parts."""
 
     def read_value(self) -> tf.Tensor:
         """The complete table."""
