@@ -38,6 +38,12 @@ COMBINERS: Mapping[str, Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]] 
     "sqrtn": tf.math.unsorted_segment_sqrt_n,
 }
 
+# The least values of arguments that are whole numbers.
+_LEAST = {"admit_after": 1, "evict_after": 0, "max_rows": 0, "evict_every": 1}
+
+# Arguments that are JSON values, and attributes of the same names.
+_SETTINGS = ("width", "l2", "clip_norm", "combiner", *_LEAST)
+
 # Fills up the ids of a feature that has fewer of them than others.
 _PADDING = -1
 
@@ -135,13 +141,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 "be a list of them, or None for any ids. "
                 f"Received: rows={rows!r}, width={width!r}."
             )
-        limits = {
-            "admit_after": (admit_after, 1),
-            "evict_after": (evict_after, 0),
-            "max_rows": (max_rows, 0),
-            "evict_every": (evict_every, 1),
-        }
-        for name, (given, least) in limits.items():
+        limited = admit_after, evict_after, max_rows, evict_every
+        for (name, least), given in zip(_LEAST.items(), limited, strict=True):
             if type(given) is not int or given < least:
                 raise ConfigError(
                     f"ShardedEmbedding: {name} must be a whole number of {least} or more. "
@@ -365,16 +366,9 @@ class ShardedEmbedding(keras.layers.Layer):
         return {
             **super().get_config(),
             "rows": list(self.rows) if isinstance(self.rows, Sequence) else self.rows,
-            "width": self.width,
             "optimizer": to_config(self.optimizer),
             "initializer": keras.initializers.serialize(self.initializer),
-            "l2": self.l2,
-            "clip_norm": self.clip_norm,
-            "combiner": self.combiner,
-            "admit_after": self.admit_after,
-            "evict_after": self.evict_after,
-            "max_rows": self.max_rows,
-            "evict_every": self.evict_every,
+            **{name: getattr(self, name) for name in _SETTINGS},
         }
 
     @property
