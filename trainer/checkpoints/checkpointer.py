@@ -94,7 +94,7 @@ class Checkpointer:
         self._store = Store(directory, self.staging, self._write_files, lambda: self.before_mark())
         # Other processes may remove the checkpoints that a new one would need.
         every = 1 if is_evaluator or is_shared else complete_every
-        self._tables = learner.saved_tables
+        self._tables = [layer.table for layer in learner.tables]
         self._staged = StagedTables(
             self._tables, self._store, self._device, lambda: self.on_progress(), every
         )

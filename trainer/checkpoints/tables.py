@@ -137,12 +137,9 @@ class StagedTables:
             raise self._error
         for name in self._names:
             source, target = f"{self._directory}/{name}", f"{directory}/{name}"
-            if files.is_url(target):
-                tf.io.gfile.copy(source, target, overwrite=True)
-                continue
             try:
                 os.link(source, target)
-            except OSError:  # Another file system, or one without links.
+            except OSError:  # A URL, another file system, or one without links.
                 tf.io.gfile.copy(source, target, overwrite=True)
 
     def remove(self) -> None:

@@ -78,7 +78,6 @@ class Learner(Update):
 
     Attributes:
         tables: The layers of the model that are ShardedEmbeddings.
-        saved_tables: Their tables, with optimizer slots, as a checkpoint has them.
         variables: The trainable variables, in the order of `gradients`.
         num_dense: The first `num_dense` of `variables` are dense. The others are parts of tables
             (trainer/embeddings), whose gradients are rows.

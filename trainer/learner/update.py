@@ -66,8 +66,8 @@ class Update(Differentiation):
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
-        fixed = [table for table in self.saved_tables if isinstance(table, FixedTable)]
-        slots = [slot for table in fixed for slot in table.slots]
+        tables = [layer.table for layer in self.tables if isinstance(layer.table, FixedTable)]
+        slots = [slot for table in tables for slot in table.slots]
         return {
             **({"averages": self.averages} if self.averages else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),

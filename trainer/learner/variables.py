@@ -29,7 +29,6 @@ class ModelVariables:
         self._table_parts = [p for layer in self.tables if layer.trainable for p in layer.parts]
         for part in self._table_parts:
             part.add_slots(marks_changes=options.marks_changed_rows)
-        self.saved_tables = [layer.table for layer in self.tables]
         parts = [part.rows for part in self._table_parts]
         self.variables: list[tf.Variable] = [*(v.value for v in self.dense_variables), *parts]
         self.num_dense = len(self.dense_variables)
