@@ -80,6 +80,7 @@ class ShardedEmbedding(keras.layers.Layer):
         parts: Its parts, FixedParts or DynamicParts.
         optimizer: A TableOptimizer.
         stores_rows: False in a dry run, and after `freeze`.
+        evicts: True if ids are removed, so the last step that used an id must be known.
         is_trained: True if a learner has made optimizer slots of the table.
         l2, clip_norm, combiner, admit_after, evict_after, max_rows, evict_every: See __init__.
     """
@@ -161,6 +162,7 @@ class ShardedEmbedding(keras.layers.Layer):
         self.combiner = combiner
         self.admit_after, self.evict_after = admit_after, evict_after
         self.max_rows, self.evict_every = max_rows, evict_every
+        self.evicts = bool(evict_after or max_rows)
         for name, value in (("l2", l2), ("clip_norm", clip_norm)):
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ConfigError(
@@ -370,11 +372,6 @@ class ShardedEmbedding(keras.layers.Layer):
             "initializer": keras.initializers.serialize(self.initializer),
             **{name: getattr(self, name) for name in _SETTINGS},
         }
-
-    @property
-    def evicts(self) -> bool:
-        """True if ids are removed, so the last step that used an id must be known."""
-        return bool(self.evict_after or self.max_rows)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         """A checkpoint has tables in files of their own (trainer/checkpoints/tables.py)."""

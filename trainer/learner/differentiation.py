@@ -185,15 +185,16 @@ class Differentiation(ModelVariables):
         scale: tf.Tensor | None,
     ) -> tuple[list[Tensor], tf.Tensor]:
         """Returns the gradient with respect to `sources`, variables or values, and totals."""
-        objective = self.objective
         inputs, labels, *others = batch
         seeds = [others.pop()] if self.needs_seeds and others else []
-        weights = objective.weights_of(labels, others[0] if others else None)
+        weights = self.objective.weights_of(labels, others[0] if others else None)
         with tf.GradientTape() as tape:
             tape.watch(sources)
             outputs = self.forward(inputs, *seeds, training=training)
-            losses = objective.losses(labels, outputs, weights, inputs=inputs, training=training)
-            loss, losses = objective.with_penalties(losses)
+            losses = self.objective.losses(
+                labels, outputs, weights, inputs=inputs, training=training
+            )
+            loss, losses = self.objective.with_penalties(losses)
             scaled = loss if scale is None else loss * scale
         gradients = tape.gradient(scaled, sources)
         if scale is not None:

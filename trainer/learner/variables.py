@@ -35,14 +35,10 @@ class ModelVariables:
         # The forward pass reads these, and the tables.
         self._keras_inputs = [*self.dense_variables, *others]
         self._forward_inputs: list[tf.Variable] = [v.value for v in self._keras_inputs]
+        self._not_trained = self._forward_inputs[self.num_dense :]
         self._is_float16 = computes_in_float16(model)
         if self.tables:
             _require_table_options(options, self.tables, is_float16=self._is_float16)
-
-    @property
-    def _not_trained(self) -> list[tf.Variable]:
-        """The variables without tables that are not trained."""
-        return self._forward_inputs[self.num_dense :]
 
     @property
     def layer_state(self) -> list[tf.Variable]:
