@@ -92,14 +92,13 @@ class Adagrad(TableOptimizer):
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
-        table, slots, ids, gradients, rate, _ = given
         return tf.raw_ops.ResourceSparseApplyAdagradV2(
-            var=table.handle,
-            accum=slots["accumulator"].handle,
-            lr=rate,
-            epsilon=tf.constant(self.epsilon, gradients.dtype),
-            grad=gradients,
-            indices=ids,
+            var=given.table.handle,
+            accum=given.slots["accumulator"].handle,
+            lr=given.rate,
+            epsilon=tf.constant(self.epsilon, given.gradients.dtype),
+            grad=given.gradients,
+            indices=given.ids,
             use_locking=True,
         )
 
@@ -146,15 +145,14 @@ class FTRL(TableOptimizer):
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
-        table, slots, ids, gradients, rate, _ = given
-        dtype = gradients.dtype
+        dtype = given.gradients.dtype
         return tf.raw_ops.ResourceSparseApplyFtrl(
-            var=table.handle,
-            accum=slots["accumulator"].handle,
-            linear=slots["linear"].handle,
-            grad=gradients,
-            indices=ids,
-            lr=rate,
+            var=given.table.handle,
+            accum=given.slots["accumulator"].handle,
+            linear=given.slots["linear"].handle,
+            grad=given.gradients,
+            indices=given.ids,
+            lr=given.rate,
             l1=tf.constant(self.l1, dtype),
             l2=tf.constant(self.l2, dtype),
             lr_power=tf.constant(-self.learning_rate_power, dtype),
