@@ -98,12 +98,7 @@ def build_model(config: ResNetConfig) -> "keras.Model":
 
     def convolution(x: KerasTensor, filters: int, stride: int) -> KerasTensor:
         x = layers.Conv2D(
-            filters,
-            3,
-            stride,
-            padding="same",
-            use_bias=False,
-            kernel_initializer="he_normal",
+            filters, 3, stride, padding="same", use_bias=False, kernel_initializer="he_normal"
         )(x)
         return layers.BatchNormalization(
             momentum=0.9, epsilon=1e-5, synchronized=config.synchronized

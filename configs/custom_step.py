@@ -23,7 +23,7 @@ from data.features import from_bytes
 from strategies.base import Batch
 from strategies.metrics import Metrics, means
 from trainer.config import Config
-from trainer.hooks.base import Hook, next_multiple
+from trainer.hooks.base import Hook, PeriodicHook
 from trainer.learner import Learner
 from trainer.step.optimizers import check_optimizer
 
@@ -217,31 +217,24 @@ def build_learner(config: GanConfig, **parts: Any) -> Learner:
     return GanLearner(config, **parts)
 
 
-class Balance(Hook):
-    """Appends the losses of both networks to a file."""
+@dataclasses.dataclass(eq=False)
+class Balance(PeriodicHook):
+    """Appends the losses of both networks to a file, which keeps its lines in a resume."""
 
-    def __init__(self, path: Path, every_steps: int) -> None:
-        self._path = path
-        self._every_steps = every_steps
-        self._due = 0
-
-    def begin(self, step: int) -> None:
-        """Called again after a resume; the file keeps its lines."""
-        self._due = self.next_step(step)
-
-    def next_step(self, step: int) -> int:
-        """Returns the next multiple of `every_steps`."""
-        return next_multiple(step, self._every_steps)
+    path: Path
 
     def __call__(self, step: int, metrics: Metrics) -> None:
+        """Called after each call of the executor; `act` needs the metrics of these steps."""
+        self._means = means(metrics)
+        super().__call__(step, metrics)
+
+    def act(self, step: int) -> None:
         """Appends the means over the steps of the last call."""
-        if step >= self._due:
-            with self._path.open("a", newline="") as file:
-                found = means(metrics)
-                csv.writer(file).writerow([step, found["loss"], found["generator_loss"]])
-            self._due = self.next_step(step)
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerow([step, self._means["loss"], self._means["generator_loss"]])
 
 
 def build_hooks(config: GanConfig, model_dir: str) -> Sequence[Hook]:
     """Returns hooks for the chief, in addition to those of every run."""
-    return [Balance(Path(model_dir) / "balance.csv", config.balance_every_steps)]
+    path = Path(model_dir) / "balance.csv"
+    return [Balance(path, every_steps=config.balance_every_steps)]

@@ -30,12 +30,11 @@ def get_config() -> Config:
 
 def build_model(config: Config) -> "keras.Model":
     """Images float32 [B, 8, 8, 1] in [0, 1] -> logits [B, 10]."""
-    import keras
-    from keras import layers
+    from keras import Input, Sequential, layers
 
-    return keras.Sequential(
+    return Sequential(
         [
-            keras.Input((8, 8, 1)),
+            Input((8, 8, 1)),
             layers.Conv2D(16, 3, padding="same", activation="relu"),
             layers.Conv2D(32, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),

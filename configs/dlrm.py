@@ -65,15 +65,12 @@ def build_model(config: DlrmConfig) -> "keras.Model":
 
 def model_of(config: DlrmConfig, sizes: list[int] | None) -> "keras.Model":
     """The model with `sizes`, the number of ids of each column; None for dynamic ids."""
-    import keras
-    from keras import layers, ops
+    from keras import Input, Model, layers, ops
 
     from trainer.embeddings import Adagrad, ShardedEmbedding
 
-    dense = keras.Input((NUM_DENSE,), name="numbers")
-    ids = keras.Input(
-        (NUM_COLUMNS,), dtype="int64" if sizes is None else "int32", name="categorical"
-    )
+    dense = Input((NUM_DENSE,), name="numbers")
+    ids = Input((NUM_COLUMNS,), dtype="int64" if sizes is None else "int32", name="categorical")
     vector = dense
     for units in (*config.bottom_units, config.width):
         vector = layers.Dense(units, activation="relu")(vector)
@@ -87,4 +84,4 @@ def model_of(config: DlrmConfig, sizes: list[int] | None) -> "keras.Model":
     for units in config.top_units:
         hidden = layers.Dense(units, activation="relu")(hidden)
     outputs = layers.Dense(1, activation="sigmoid")(hidden)
-    return keras.Model({"numbers": dense, "categorical": ids}, outputs)
+    return Model({"numbers": dense, "categorical": ids}, outputs)

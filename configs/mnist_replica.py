@@ -45,12 +45,11 @@ def get_config() -> MnistReplicaConfig:
 
 def build_model(config: MnistReplicaConfig) -> "keras.Model":
     """Images float32 [B, 28, 28, 1] in [0, 1] -> logits [B, 10]."""
-    import keras
-    from keras import layers
+    from keras import Input, Sequential, layers
 
-    return keras.Sequential(
+    return Sequential(
         [
-            keras.Input((28, 28, 1)),
+            Input((28, 28, 1)),
             layers.Flatten(),
             layers.Dense(config.hidden_units, activation="relu"),
             layers.Dense(10),

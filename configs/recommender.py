@@ -52,14 +52,13 @@ def get_config() -> RecommenderConfig:
 
 def build_model(config: RecommenderConfig) -> "keras.Model":
     """Inputs numbers [B, 13] and categorical [B, columns] -> the probability of a click, [B, 1]."""
-    import keras
-    from keras import layers, ops
+    from keras import Input, Model, layers, ops
 
     from trainer.embeddings import FTRL, Adagrad, ShardedEmbedding
 
     sizes = json.loads(read_text(join(data_dir(config), "clicks.json")))["cardinalities"]
-    dense = keras.Input((NUM_DENSE,), name="numbers")
-    ids = keras.Input((len(sizes),), dtype="int32", name="categorical")
+    dense = Input((NUM_DENSE,), name="numbers")
+    ids = Input((len(sizes),), dtype="int32", name="categorical")
     rate = config.table_learning_rate
     wide = ShardedEmbedding(sizes, 1, optimizer=FTRL(rate, l1=1e-4), initializer="zeros")(ids)
     deep = ShardedEmbedding(sizes, config.width, optimizer=Adagrad(rate))(ids)
@@ -68,4 +67,4 @@ def build_model(config: RecommenderConfig) -> "keras.Model":
         hidden = layers.Dense(units, activation="relu")(hidden)
     outputs = layers.Dense(1)(layers.Concatenate()([hidden, dense]))
     total = outputs + ops.sum(wide, axis=1)
-    return keras.Model({"numbers": dense, "categorical": ids}, layers.Activation("sigmoid")(total))
+    return Model({"numbers": dense, "categorical": ids}, layers.Activation("sigmoid")(total))

@@ -30,15 +30,14 @@ def get_config() -> Config:
 
 def build_model(config: Config) -> "keras.Model":
     """Columns float32 [B, 10] -> the label, [B, 1]."""
-    import keras
-    from keras import layers
+    from keras import Input, Sequential, initializers, layers
 
-    return keras.Sequential(
+    return Sequential(
         [
-            keras.Input((10,)),
+            Input((10,)),
             layers.Rescaling(442**0.5),  # To a variance of 1.
             layers.Dense(16, activation="relu"),
-            layers.Dense(1, bias_initializer=keras.initializers.Constant(150.0)),
+            layers.Dense(1, bias_initializer=initializers.Constant(150.0)),
         ]
     )
 

@@ -34,12 +34,11 @@ def get_config() -> Config:
 
 def build_model(config: Config) -> "keras.Model":
     """Images float32 [B, 32, 32, 3] in [0, 1] -> logits [B, 10]."""
-    import keras
-    from keras import layers
+    from keras import Input, Sequential, layers
 
-    return keras.Sequential(
+    return Sequential(
         [
-            keras.Input((32, 32, 3)),
+            Input((32, 32, 3)),
             layers.Conv2D(32, 3, padding="same", activation="relu"),
             layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(4),

@@ -49,16 +49,15 @@ def get_config() -> Config:
 
 def build_model(config: Config) -> "keras.Model":
     """A dict of columns, each [B, 1] -> logits of two classes, [B, 2]."""
-    import keras
-    from keras import layers
+    from keras import Input, Model, layers
 
     inputs, parts = {}, []
     for name, (mean, variance) in NUMBERS.items():
-        inputs[name] = keras.Input((1,), name=name)
+        inputs[name] = Input((1,), name=name)
         parts.append(layers.Normalization(mean=mean, variance=variance)(inputs[name]))
     for name, num_bins in TEXTS.items():
-        inputs[name] = keras.Input((1,), name=name, dtype="string")
+        inputs[name] = Input((1,), name=name, dtype="string")
         bins = layers.Hashing(num_bins)(inputs[name])
         parts.append(layers.Flatten()(layers.Embedding(num_bins, 4)(bins)))
     hidden = layers.Dense(32, activation="relu")(layers.Concatenate()(parts))
-    return keras.Model(inputs, layers.Dense(2)(hidden))
+    return Model(inputs, layers.Dense(2)(hidden))

@@ -1,4 +1,4 @@
-"""Errors of TensorFlow in a step or an evaluation that its data or its size has caused.
+"""Errors of TensorFlow in a step or an evaluation that its data, its size or XLA has caused.
 
 with errors_explained("Lower --batch_size"):
     run_in_graph(...)
@@ -15,6 +15,10 @@ from strategies.gpus import peak_bytes
 
 # A full disk is a ResourceExhaustedError, too.
 _MEMORY = re.compile(r"OOM when allocating|out of memory|failed to allocate", re.IGNORECASE)
+
+_OF_XLA = re.compile(r"XLA_\w+_JIT|tf2xla conversion failed|XLA compilation requires")
+# "unsupported operations ... on XLA_CPU_JIT: DecodeJpeg (No registered ...".
+_LACKING = re.compile(r"unsupported operations .* on XLA_\w+: (\w+)")
 
 
 class DataFaultError(RuntimeError):
@@ -51,6 +55,19 @@ def memory_explained(smaller: str) -> Iterator[None]:
             f"There is not enough memory: {_cause(error.message)}{_peaks()}. {smaller}. On a GPU, "
             "--config.precision=mixed_bfloat16 needs half of it for activations."
         ) from error
+
+
+def reason_of_xla(error: BaseException) -> str:
+    """Returns why XLA could not compile a function, one sentence; "" if `error` is another one.
+
+    Nothing of the function was computed.
+    """
+    if not isinstance(error, tf.errors.OpError) or not _OF_XLA.search(error.message):
+        return ""
+    lacking = _LACKING.search(error.message)
+    if lacking is None:
+        return f"it cannot compile the step ({error.message.strip().splitlines()[0]})."
+    return "it takes no text." if lacking[1] == "_Arg" else f"it lacks the operation {lacking[1]}."
 
 
 def _cause(message: str) -> str:

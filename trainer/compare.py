@@ -246,10 +246,10 @@ def _table_differences(left: str, right: str) -> Differences:
     import tensorflow as tf
 
     from trainer.checkpoints.marks import DamagedError
-    from trainer.checkpoints.tables import table_directories, table_values
+    from trainer.checkpoints.tables import table_values
 
     try:
-        ours, theirs = (table_values(table_directories(path)) for path in (left, right))
+        ours, theirs = (table_values(path) for path in (left, right))
     except (DamagedError, OSError, ValueError, tf.errors.OpError) as error:
         raise ConfigError(
             f"The tables of {left} or {right} cannot be read: {first_line(error)}"

@@ -32,14 +32,13 @@ from data.tfrecord.shard_copies import with_copies
 from data.tfrecord.shard_names import prepare_again
 from data.tfrecord.split import Split, changed_files, check_record_bytes
 from strategies.base import Batch
-from strategies.step_errors import DataFaultError
+from strategies.step_errors import DataFaultError, reason_of_xla
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
 from trainer.models import keras_tensors
 from trainer.step.keras_losses import is_keras
-from trainer.step.xla_errors import described, is_of_xla
 from trainer.unparsed_records import message_of, unparsed
 
 log = logging.getLogger(__name__)
@@ -391,9 +390,9 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
     except (tf.errors.InvalidArgumentError, UnicodeDecodeError) as error:
         message = message_of(error)
-        if isinstance(error, tf.errors.OpError) and is_of_xla(error):
+        if reason := reason_of_xla(error):
             raise ConfigError(
-                f"XLA cannot compile a function of the step: {described(error)} Type "
+                f"XLA cannot compile a function of the step: {reason} Type "
                 "--config.jit_compile=False, if no function of the config file is compiled."
             ) from error
         if changed := [change for split in splits for change in changed_files(split)]:

@@ -33,7 +33,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 import trainer
 from strategies.cluster.ports import bind
 from strategies.cluster.tf_config import Cluster, Task
-from trainer.checkpoints.tables import table_directories, table_values
+from trainer.checkpoints.tables import table_values
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -133,7 +133,7 @@ class Run:
         name = checkpoint or max(n for n in self.checkpoints() if n.startswith("step-"))
         directory = str(self.model_dir / "checkpoints" / name)
         reader = tf.train.load_checkpoint(f"{directory}/variables")
-        tables = table_values(table_directories(directory))
+        tables = table_values(directory)
         return {
             key: reader.get_tensor(key)
             for key in reader.get_variable_to_shape_map()

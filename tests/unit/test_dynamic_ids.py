@@ -23,7 +23,7 @@ from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.warm_start import warm_start
 from trainer.embeddings import Adagrad
 from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.initial import initial_rows
+from trainer.embeddings.dynamic_part import initial_rows
 from trainer.embeddings.optimizers import OPTIMIZERS
 from trainer.embeddings.table import set_values
 from trainer.hooks.base import CatchUp

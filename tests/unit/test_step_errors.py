@@ -6,9 +6,8 @@ import pytest
 import tensorflow as tf
 
 from data.system.errors import UsageError
-from strategies.step_errors import memory_explained
+from strategies.step_errors import memory_explained, reason_of_xla
 from tests.unit.toy import Toy
-from trainer.step.xla_errors import described, is_of_xla
 
 # As Keras passes it on.
 MESSAGE = """Exception encountered when calling Tile.call().
@@ -66,12 +65,10 @@ def error_of(
 def test_reason_is_one_sentence(
     function: Callable[[tf.Tensor], tf.Tensor], argument: str | float, reason: str
 ) -> None:
-    error = error_of(function, argument)
-    assert is_of_xla(error)
-    assert described(error) == reason
+    assert reason_of_xla(error_of(function, argument)) == reason
 
 
 def test_error_of_an_operation_is_not_of_xla() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         tf.debugging.assert_equal(tf.constant(1), tf.constant(2))
-    assert not is_of_xla(raised.value)
+    assert reason_of_xla(raised.value) == ""

@@ -75,7 +75,7 @@ def train(learner: Learner, first: int, last: int, replica: int = 1) -> None:
 
 def values_of(learner: Learner) -> dict[str, npt.NDArray[np.generic]]:
     """All values of the table, with its slots."""
-    (table,) = learner.saved_tables
+    table = learner.tables[0].table
     index = table.index()
     values = table.values_of(table.ids(index))
     return {**index, **{name: value.numpy() for name, value in values.items()}}
@@ -136,7 +136,7 @@ def test_changes_are_replayed_exactly_on_any_number_of_parts(
     for step, values in expected.items():
         train(learner, 0, 2, replica)  # What is there before must go.
         assert_restores(learner, tmp_path, step, values)
-        composed = table_values(table_directories(str(tmp_path / f"step-{step:08d}")))
+        composed = table_values(str(tmp_path / f"step-{step:08d}"))
         assert_same(composed, {f"0/{name}": value for name, value in values.items()})
     # A run that resumes ends with the same values as one that does not.
     train(saved, 3 * STEPS, 6 * STEPS)
@@ -238,7 +238,7 @@ def test_a_lost_server_is_no_error_of_storage(
     def fail(_: object) -> None:
         raise tf.errors.UnavailableError(None, None, "Socket closed")
 
-    monkeypatch.setattr(learner.saved_tables[0], "values_of", fail)
+    monkeypatch.setattr(learner.tables[0].table, "values_of", fail)
     with pytest.raises(tf.errors.UnavailableError):
         checkpointer_of(learner, tmp_path).save(3, Position(), {})
 
@@ -364,7 +364,7 @@ def test_a_staged_file_that_is_gone_is_an_error_of_the_save(
     learner = make()
     train(learner, 0, 3)
     store = Store(str(tmp_path), str(tmp_path / "claims"), lambda _: None, lambda: None)
-    staged = StagedTables(learner.saved_tables, store, "CPU:0", lambda: None, 1)
+    staged = StagedTables([learner.tables[0].table], store, "CPU:0", lambda: None, 1)
     staged.stage(3, is_complete=True)
     (directory,) = (tmp_path / "claims").iterdir()
     next(directory.glob("tables.data-*")).unlink()

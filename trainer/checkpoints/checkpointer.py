@@ -94,7 +94,7 @@ class Checkpointer:
         self._store = Store(directory, self.staging, self._write_files, lambda: self.before_mark())
         # Other processes may remove the checkpoints that a new one would need.
         every = 1 if is_evaluator or is_shared else complete_every
-        self._tables = learner.saved_tables
+        self._tables = [layer.table for layer in learner.tables]
         self._staged = StagedTables(
             self._tables, self._store, self._device, lambda: self.on_progress(), every
         )
@@ -244,12 +244,10 @@ class Checkpointer:
 
     def check(self) -> Saved | None:
         """As `restore`, but reads neither variables nor checksums, and restores nothing."""
-        names = self._store.names("step-")
-        for name in reversed(names):
-            if mark := self._store.mark_if_complete(name):
-                self._check_identity(name, mark)
-                return mark.saved
-        self._refuse_damaged(names)
+        if mark := self._store.newest():
+            self._check_identity(mark.name, mark)
+            return mark.saved
+        self._refuse_damaged(self._store.names("step-"))
         return None
 
     def newest(self) -> Saved | None:

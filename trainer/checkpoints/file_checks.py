@@ -42,8 +42,11 @@ def contents_of(path: str) -> dict[str, int | str]:
         return {"bytes": file.tell(), "crc32c": checksum.hexdigest().decode()}
 
 
-def size_damage_of(path: str, contents: Mapping[str, int | str]) -> str:
-    """Describes the damage of a file that had `contents`, by its length; "" if there is none."""
+def damage_of(path: str, contents: Mapping[str, int | str], *, reads: bool = True) -> str:
+    """Describes the damage of a file that had `contents`; "" if there is none.
+
+    Without `reads` only the length is compared.
+    """
     name = os.path.basename(path)
     try:
         num_bytes = num_bytes_of(path)
@@ -51,17 +54,10 @@ def size_damage_of(path: str, contents: Mapping[str, int | str]) -> str:
         raise
     except STORAGE_ERRORS as error:
         return f"{name} is missing or cannot be accessed ({error})"
-    is_same = num_bytes == contents["bytes"]
-    return "" if is_same else f"{name} has {num_bytes:,} bytes instead of {contents['bytes']:,}"
-
-
-def damage_of(path: str, contents: Mapping[str, int | str]) -> str:
-    """Describes the damage of a file that had `contents`, reading all of it; "" if none."""
-    if damage := size_damage_of(path, contents):
-        return damage
-    name = os.path.basename(path)
+    if num_bytes != contents["bytes"]:
+        return f"{name} has {num_bytes:,} bytes instead of {contents['bytes']:,}"
     try:
-        is_same = contents_of(path) == contents
+        is_same = not reads or contents_of(path) == contents
     except STORAGE_ERRORS as error:
         return f"{name} cannot be read ({error})"
     return "" if is_same else f"{name} has another checksum than when it was written"

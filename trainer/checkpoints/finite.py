@@ -5,6 +5,7 @@ import tensorflow as tf
 from data.system.errors import RunFailed
 from trainer.embeddings.optimizers import capacity, gather_rows
 from trainer.learner import Learner
+from trainer.step.loss_scale import all_finite
 
 # Rows of a table that are read at a time.
 _ROWS = 1 << 18
@@ -22,15 +23,11 @@ def require_finite(learner: Learner, step: int) -> None:
     """
     for index, variable in enumerate(learner.variables):
         is_table = index >= learner.num_dense
-        if not (_is_finite_table(variable) if is_table else _is_finite(variable.read_value())):
+        if not (_is_finite_table(variable) if is_table else all_finite([variable.read_value()])):
             raise NonFiniteLossError(
                 f"At step {step} {variable.name} is no longer finite: a gradient overflowed. Lower "
                 "--learning_rate. The last checkpoint is from before."
             )
-
-
-def _is_finite(value: tf.Tensor) -> bool:
-    return bool(tf.reduce_all(tf.math.is_finite(value)).numpy())
 
 
 def _is_finite_table(part: tf.Variable) -> bool:
@@ -38,6 +35,6 @@ def _is_finite_table(part: tf.Variable) -> bool:
     with tf.device(part.device):
         num_rows = int(capacity(part))
         return all(
-            _is_finite(gather_rows(part, tf.range(start, min(start + _ROWS, num_rows))))
+            all_finite([gather_rows(part, tf.range(start, min(start + _ROWS, num_rows)))])
             for start in range(0, num_rows, _ROWS)
         )

@@ -20,7 +20,7 @@ from data.system import files
 from data.system.object_store import UnavailableError
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
-from trainer.checkpoints.file_checks import STORAGE_ERRORS, size_damage_of
+from trainer.checkpoints.file_checks import STORAGE_ERRORS, damage_of
 from trainer.checkpoints.identity import Identity
 from trainer.checkpoints.retention import Chain
 from trainer.exit_codes import first_line
@@ -125,6 +125,6 @@ def own_mark(path: str) -> Mark:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{CHECKPOINT_MARK} is not one of this program: {error!r}") from error
     for file, contents in found.files.items():
-        if damage := size_damage_of(f"{path}/{file}", contents):
+        if damage := damage_of(f"{path}/{file}", contents, reads=False):
             raise DamagedError(damage)
     return found

@@ -90,7 +90,11 @@ class Snapshot:
         inner = []
         for node in nodes:
             if isinstance(node, keras.Variable | tf.Variable):
-                copies[id(node)] = self._copy_variable(node)
+                variable = node.value if isinstance(node, keras.Variable) else node
+                name = variable.name.partition(":")[0]
+                copy = tf.Variable(variable.read_value(), trainable=False, name=name)
+                self._pairs.append((variable, copy))
+                copies[id(node)] = copy
             # Other leaves are not copied: a lookup table is written as it is.
             elif view.children(node):
                 copies[id(node)] = tf.train.Checkpoint()
@@ -99,10 +103,3 @@ class Snapshot:
             for name, child in view.children(node).items():
                 setattr(copies[id(node)], name, copies.get(id(child), child))
         return copies[id(checkpoint)]
-
-    def _copy_variable(self, node: keras.Variable | tf.Variable) -> tf.Variable:
-        variable = node.value if isinstance(node, keras.Variable) else node
-        name = variable.name.partition(":")[0]
-        copy = tf.Variable(variable.read_value(), trainable=False, name=name)
-        self._pairs.append((variable, copy))
-        return copy

@@ -4,7 +4,7 @@
     staged.stage(1000, is_complete=False)
     staged.add_to("model_dir/checkpoints/step-00001000")    # a checkpoint gets the files
     staged.restore(mark, "model_dir/checkpoints/step-00001000")
-    values = table_values([base, changes])                  # as arrays: {"0/rows": [n, width], ...}
+    values = table_values("model_dir/checkpoints/step-00001000")     # {"0/rows": [n, width], ...}
 
 The files `tables.index` and `tables.data-*` are those of a tf.train.Checkpoint. Tensors are named
 by the number of the table:
@@ -36,7 +36,7 @@ from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError, Mark, complete_mark, own_mark
 from trainer.checkpoints.retention import Chain
 from trainer.checkpoints.store import Store
-from trainer.embeddings.base import Ids, Index, Table
+from trainer.embeddings.base import Ids, Table, ids_with_rows
 from trainer.exit_codes import first_line
 
 PREFIX = "tables"
@@ -137,12 +137,9 @@ class StagedTables:
             raise self._error
         for name in self._names:
             source, target = f"{self._directory}/{name}", f"{directory}/{name}"
-            if files.is_url(target):
-                tf.io.gfile.copy(source, target, overwrite=True)
-                continue
             try:
                 os.link(source, target)
-            except OSError:  # Another file system, or one without links.
+            except OSError:  # A URL, another file system, or one without links.
                 tf.io.gfile.copy(source, target, overwrite=True)
 
     def remove(self) -> None:
@@ -239,64 +236,46 @@ def _write_errors_explained() -> Iterator[None]:
 
 
 def table_directories(checkpoint: str) -> list[str]:
-    """The directories of `table_values` for a checkpoint. Raises DamagedError."""
+    """The directories with the tables of a checkpoint, its own last. Raises DamagedError."""
     checkpoint = checkpoint.rstrip("/")
-    if not tf.io.gfile.exists(f"{checkpoint}/{PREFIX}.index"):
-        return [checkpoint]
     needs = complete_mark(checkpoint).needs
     return [*(files.join(files.parent(checkpoint), name) for name in needs), checkpoint]
 
 
-def table_values(
-    directories: Sequence[str], *, rows_only: bool = False
-) -> dict[str, npt.NDArray[np.generic]]:
-    """The values of tables, by the names of the tensors. Needs memory for all.
+def table_values(checkpoint: str, *, rows_only: bool = False) -> dict[str, npt.NDArray[np.generic]]:
+    """The values of the tables of a checkpoint, by the names of the tensors. Needs memory for all.
 
-    With `rows_only` without optimizer slots. Empty if there are no tables. Raises OSError,
-    ValueError or tf.errors.OpError if a file cannot be read.
+    With `rows_only` without optimizer slots. Empty if there are no tables. Raises DamagedError; or
+    OSError, ValueError or tf.errors.OpError if a file cannot be read.
     """
-    if not tf.io.gfile.exists(f"{directories[-1]}/{PREFIX}.index"):
-        return {}
-    with contextlib.ExitStack() as stack:
-        plain = [stack.enter_context(plain_path(directory)) for directory in directories]
-        return _table_values(plain, rows_only)
-
-
-def _table_values(
-    directories: Sequence[str], rows_only: bool
-) -> dict[str, npt.NDArray[np.generic]]:
-    readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in directories]
     values: dict[str, npt.NDArray[np.generic]] = {}
-    names = sorted({n for reader in readers for n in reader.get_variable_to_shape_map()})
-    for number in sorted({int(name.partition("/")[0]) for name in names}):
-        index = _index(readers[-1], number)
-        values |= {f"{number}/{name}": value for name, value in index.items()}
-        for name in [n for n in names if n.startswith(f"{number}/")]:
-            kind = name.partition("/")[2]
-            if kind in (*_INDEX, _CHANGED) or (rows_only and kind != "rows"):
-                continue
-            value = None
-            for reader in readers:
-                if not reader.has_tensor(name):  # No row was changed.
+    if not tf.io.gfile.exists(f"{checkpoint}/{PREFIX}.index"):
+        return values
+    with contextlib.ExitStack() as stack:
+        plain = [stack.enter_context(plain_path(path)) for path in table_directories(checkpoint)]
+        readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in plain]
+        names = sorted({n for reader in readers for n in reader.get_variable_to_shape_map()})
+        for number in sorted({int(name.partition("/")[0]) for name in names}):
+            index = _index(readers[-1], number)
+            values |= {f"{number}/{name}": value for name, value in index.items()}
+            for name in [n for n in names if n.startswith(f"{number}/")]:
+                kind = name.partition("/")[2]
+                if kind in (*_INDEX, _CHANGED) or (rows_only and kind != "rows"):
                     continue
-                rows = reader.get_tensor(name)
-                if value is None:
-                    known = _known(index, len(rows))
-                    value = np.zeros((len(known), *rows.shape[1:]), rows.dtype)
-                ids = _ids_of_rows(reader, number, known)
-                is_known = _is_in(ids, known)
-                value[np.searchsorted(known, ids[is_known])] = rows[is_known]
-            assert value is not None
-            values[name] = value
+                value = None
+                for reader in readers:
+                    if not reader.has_tensor(name):  # No row was changed.
+                        continue
+                    rows = reader.get_tensor(name)
+                    if value is None:
+                        known = ids_with_rows(index, len(rows))
+                        value = np.zeros((len(known), *rows.shape[1:]), rows.dtype)
+                    ids = _ids_of_rows(reader, number, known)
+                    is_known = _is_in(ids, known)
+                    value[np.searchsorted(known, ids[is_known])] = rows[is_known]
+                assert value is not None
+                values[name] = value
     return values
-
-
-def _known(index: Index, num_rows: int) -> Ids:
-    """The ids that have rows; without an index those of a table with `num_rows` rows."""
-    if not index:
-        return np.arange(num_rows)
-    found: Ids = index["ids"][index["use"][:, 0] == 1]
-    return found
 
 
 def _index(reader: _Reader, number: int) -> dict[str, Ids]:
@@ -309,7 +288,7 @@ def _ids_of_rows(reader: _Reader, number: int, known: Ids) -> Ids:
     if reader.has_tensor(f"{number}/{_CHANGED}"):
         changed: Ids = reader.get_tensor(f"{number}/{_CHANGED}")
         return changed
-    return _known(_index(reader, number), len(known))
+    return ids_with_rows(_index(reader, number), len(known))
 
 
 def _is_in(ids: Ids, known: Ids) -> npt.NDArray[np.bool_]:

@@ -26,7 +26,7 @@ from data.system.files import exists
 from data.system.scratch import plain_path
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError
-from trainer.checkpoints.tables import table_directories, table_values
+from trainer.checkpoints.tables import table_values
 from trainer.embeddings.table import saved_arrays, tables_of
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK, finished_checkpoints
@@ -99,7 +99,7 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
     variables = saved_arrays(model)
     numbers = {id(layer.table): n for n, layer in enumerate(tables_of(model))}
     try:
-        tables = table_values(table_directories(directory), rows_only=True)
+        tables = table_values(directory, rows_only=True)
         with plain_path(directory) as plain:
             reader = tf.train.load_checkpoint(f"{plain}/variables")
             nodes = nodes_of(reader.get_tensor(_GRAPH))

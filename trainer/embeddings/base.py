@@ -1,5 +1,7 @@
-"""Table: a table with its optimizer slots, as a checkpoint reads and writes it, in pieces.
+"""Table and Part: a table with its optimizer slots, in parts; a checkpoint copies it in pieces.
 
+    part.add_slots(marks_changes=False)             # in the strategy's scope
+    part.change(gradient, rate, step, factor=None)  # on the device of the part
     index = table.index()
     ids = table.ids(index)                          # all that have rows
     values = table.values_of(ids[:1000])            # from all parts
@@ -10,13 +12,20 @@ Ids are int64 [n]. Values are by name: "rows" [n, width], and the names of the s
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
+from strategies.locks import free
+from strategies.tables import making_part
+from trainer.embeddings.optimizers import TableUpdate, after, gather_rows, scatter_rows
+
+if TYPE_CHECKING:
+    from trainer.embeddings.layer import ShardedEmbedding
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 # "ids" and "use" of dynamic.Values. Empty if the number of rows is fixed.
@@ -26,37 +35,146 @@ Graph: TypeAlias = tf.types.experimental.PolymorphicFunction
 IDS = tf.TensorSpec([None], tf.int64)
 
 
-class Part(Protocol):
-    """A part of a table; its methods compute on the device of the part."""
+class Part:
+    """A part of a table, on one device. The base class of FixedPart and DynamicPart.
 
-    @property
-    def variables(self) -> Mapping[str, tf.Variable]:
-        """The rows and the optimizer slots, by the names of the values."""
+    Attributes:
+        rows: The rows.
+        variables: The rows and the optimizer slots, by the names of the values.
+        changed: The marks of changed rows, bool; None if there are none.
+        marks_changes: True if updates mark the rows that they change.
+    """
+
+    def __init__(
+        self, layer: "ShardedEmbedding", index: int, rows: tf.Variable, num_rows: int
+    ) -> None:
+        """`num_rows` is 0 if it is not fixed; a dry run makes `rows` without rows."""
+        self.rows, self.variables = rows, {"rows": rows}
+        self.changed: tf.Variable | None = None
+        self.marks_changes = False
+        self._layer, self._index, self._num_rows = layer, index, num_rows
+
+    def add_slots(self, *, marks_changes: bool) -> None:
+        """Makes the optimizer slots; called in the strategy's scope.
+
+        With `marks_changes` updates mark the rows that they change, for checkpoints that have only
+        these rows.
+        """
+        self._layer.is_trained, self.marks_changes = True, marks_changes
+        for name, (value, is_of_row) in self._layer.optimizer.initial_slots.items():
+            inner = () if is_of_row else (self._layer.width,)
+            self.variables[name] = self._new_variable(name, value, inner)
+
+    def _new_variable(self, name: str, value: float | bool, inner: tuple[int, ...]) -> tf.Variable:
+        """Makes a variable beside the rows with `value` everywhere, [rows, *inner]."""
+        made = [self.rows.shape[0], *inner]
+        with making_part(self._index, (self._num_rows, *inner), beside=self.rows):
+            return tf.Variable(
+                lambda: tf.fill(made, tf.constant(value)), trainable=False, name=name
+            )
+
+    def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
+        """The rows of `ids`, int64 [n]: [n, width]. The gradient is what `change` takes."""
+        raise NotImplementedError
+
+    def change(
+        self,
+        gradient: tf.IndexedSlices,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+        *,
+        factor: tf.Tensor | None,
+    ) -> tf.Tensor:
+        """Applies `gradient`, the sum of all replicas, to this part.
+
+        `rate` is the learning rate of the config, which contains `factor`, the factor of the
+        schedule; `step` is the number of steps done. Returns a tensor computed after the update.
+        """
+        layer = self._layer
+        if layer.optimizer.learning_rate is not None:
+            rate = tf.constant(layer.optimizer.learning_rate, tf.float32)
+            rate = rate if factor is None else rate * factor
+        with tf.device(self.rows.device):
+            ids, place = tf.unique(gradient.indices)
+            rows = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(ids))
+            places, rows, held = self._admitted(ids, rows, step)
+            if layer.l2:
+                rows += 2 * layer.l2 * gather_rows(self.rows, places)
+            if layer.clip_norm:
+                rows = tf.clip_by_norm(rows, layer.clip_norm, axes=[1])
+            rate = tf.cast(rate, rows.dtype)
+            update = TableUpdate(self.rows, self.variables, places, rows, rate, step)
+            done = layer.optimizer.update(update)
+            with after(done):
+                if self.changed is not None:
+                    # After the change: a checkpoint that finds no mark has the row from before.
+                    done = scatter_rows(self.changed, places, tf.ones_like(places, tf.bool))
+            with after(done):
+                rate = tf.identity(rate)
+            if held:
+                with tf.control_dependencies([free(held, rate)]):
+                    rate = tf.identity(rate)
+            return rate
+
+    def _admitted(
+        self, ids: tf.Tensor, rows: tf.Tensor, step: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Returns the places of `ids` of a gradient that have rows, `rows` of these, and locks."""
+        return ids, rows, []
+
+    def find(self, ids: tf.Tensor) -> tf.Tensor:
+        """The places of `ids` of this part, which have rows."""
+        raise NotImplementedError
 
     def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
         """The values of `ids` of this part, which have rows."""
+        with tf.device(self.rows.device):
+            places = self.find(ids)
+            return {name: gather_rows(v, places) for name, v in self.variables.items()}
 
     def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
         """Sets the values of `ids` of this part, which have rows."""
+        with tf.device(self.rows.device):
+            places = self.find(ids)
+            for name, variable in self.variables.items():
+                scatter_rows(variable, places, tf.identity(values[name]))
 
 
-class Table:
+class SplitVariable:
+    """The variables of the parts of a table, or of an optimizer slot of it.
+
+    Attributes:
+        parts: The variables.
+        shape: That of the complete table; the number of rows is None if it is not fixed.
+        path: The name of the complete table.
+        dtype: The name of the type of the values.
+    """
+
+    def __init__(self, parts: Sequence[tf.Variable], shape: tuple[Any, ...], path: str) -> None:
+        self.parts, self.shape = list(parts), shape
+        self.path = self.name = path
+        self.dtype: str = parts[0].dtype.name
+
+
+class Table(SplitVariable):
     """The base class of FixedTable and DynamicTable."""
 
     _parts: Sequence[Part]  # Part p of P has the rows of ids with id mod P = p.
     _graphs: Sequence[Graph] = ()  # Graphs that a derived class needs, with their signatures.
 
     def index(self) -> dict[str, Ids]:
-        """Returns all ids, sorted, and their use."""
-        raise NotImplementedError
+        """Returns all ids, sorted, and their use; empty if the number of rows is fixed."""
+        return {}
 
     def set_index(self, index: Index, step: int = 0) -> None:
-        """Replaces all ids by those of `index`, which was saved at `step`; their rows are zeros."""
-        raise NotImplementedError
+        """Replaces all ids by those of `index`, which was saved at `step`; their rows are zeros.
+
+        Does nothing if the number of rows is fixed.
+        """
 
     def ids(self, index: Index) -> Ids:
         """Returns the ids of `index` that have rows, sorted."""
-        raise NotImplementedError
+        return ids_with_rows(index, self.shape[0])
 
     def take_changed_ids(self, index: Index, step: int) -> Ids:
         """Returns the ids whose rows changed since the last call, sorted; `step` steps are done."""
@@ -87,10 +205,6 @@ class Table:
         """Sets the values of different `ids`, which have rows."""
         self._set_values_in_graph(tf.constant(ids), dict(values))
 
-    def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        found: dict[str, tf.Tensor] = of_parts(ids, [part.values_of for part in self._parts])
-        return found
-
     def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
         for index, part in enumerate(self._parts):
             mine = tf.equal(ids % len(self._parts), index)
@@ -99,7 +213,8 @@ class Table:
 
     @functools.cached_property
     def _values_in_graph(self) -> Graph:
-        return tf.function(no_autograph(self._values_of), input_signature=[IDS])
+        find = [part.values_of for part in self._parts]
+        return tf.function(no_autograph(lambda ids: of_parts(ids, find)), input_signature=[IDS])
 
     @functools.cached_property
     def _set_values_in_graph(self) -> Graph:
@@ -109,6 +224,11 @@ class Table:
             for name, variable in self._parts[0].variables.items()
         }
         return tf.function(no_autograph(self._set_values), input_signature=[IDS, values])
+
+
+def ids_with_rows(index: Index, num_rows: int) -> Ids:
+    """The ids that have rows; without an index those of a table with `num_rows` rows."""
+    return index["ids"][index["use"][:, 0] == 1] if index else np.arange(num_rows)
 
 
 def of_parts(ids: tf.Tensor, find: Sequence[Callable[[tf.Tensor], Any]]) -> Any:  # Any: a nest.
@@ -121,3 +241,29 @@ def of_parts(ids: tf.Tensor, find: Sequence[Callable[[tf.Tensor], Any]]) -> Any:
     ids_of_parts = tf.dynamic_partition(ids, owner, len(find))
     found = [of_part(part) for of_part, part in zip(find, ids_of_parts, strict=True)]
     return tf.nest.map_structure(lambda *parts: tf.dynamic_stitch(positions, parts), *found)
+
+
+# The lookups of a training step, for reports. Each replica is traced in its own thread, so it has
+# its own counts.
+_lookups: ContextVar[list[tuple[object, tf.Tensor]] | None] = ContextVar("lookups", default=None)
+
+
+def begin_counting() -> None:
+    """Forgets the lookups so far."""
+    _lookups.set([])
+
+
+def add_lookup(layer: object, num_unique: tf.Tensor, num_ids: tf.Tensor) -> None:
+    """Counts a lookup of `layer`; does nothing unless `begin_counting` was called."""
+    found = _lookups.get()
+    if found is not None:
+        found.append((layer, tf.cast(tf.stack([num_unique, num_ids]), tf.float64)))
+
+
+def lookups_of(layers: Sequence[object]) -> tf.Tensor:
+    """The sums of the counts of each layer, float64 [layers, 2]; the counting ends."""
+    found = _lookups.get() or []
+    _lookups.set(None)
+    zeros = tf.zeros([2], tf.float64)
+    sums = [tf.add_n([zeros, *(n for one, n in found if one is layer)]) for layer in layers]
+    return tf.stack(sums) if sums else tf.zeros([0, 2], tf.float64)

@@ -17,7 +17,7 @@ So all decisions depend on steps and ids only, and not on the order in which wor
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,62 +42,41 @@ Values = Mapping[str, npt.NDArray[np.generic]]
 
 
 class DynamicTable(Table):
-    """The parts of a table without a fixed number of rows, with their optimizer slots.
-
-    Attributes:
-        parts: The variables with the rows of each part.
-        shape: (None, width).
-        path: The name of the table.
-        dtype: The name of the type of the values.
-    """
+    """A table without a fixed number of rows, and its optimizer slots."""
 
     def __init__(self, parts: Sequence[DynamicPart], layer: "ShardedEmbedding") -> None:
-        self.dynamic_parts = list(parts)
-        self._parts = self.dynamic_parts
-        self.parts = [part.rows for part in parts]
+        path = f"{layer.path}/embeddings"
+        super().__init__([part.rows for part in parts], (None, layer.width), path)
+        self._parts: Sequence[DynamicPart] = parts
         self.layer = layer
-        self.shape = (None, layer.width)
-        self.path = self.name = f"{layer.path}/embeddings"
-        self.dtype: str = parts[0].rows.dtype.name
         self._has_warned = False
         self._saved_step = 0
         step = tf.TensorSpec([], tf.int64)
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
-        parts = self.dynamic_parts
         self._graphs = made = list[Graph]()
 
-        def graph(function: Callable[..., object], *specs: tf.TensorSpec) -> Graph:
-            made.append(tf.function(no_autograph(function), input_signature=specs))
+        def graph(methods: Sequence[Callable[..., object]], *specs: tf.TensorSpec) -> Graph:
+            def call(*arguments: tf.Tensor) -> list[object]:
+                return [method(*arguments) for method in methods]
+
+            made.append(tf.function(no_autograph(call), input_signature=specs))
             return made[-1]
 
-        self._last_steps_in_graph = graph(lambda: _joined(part.last_steps() for part in parts))
-        self._index_in_graph = graph(lambda: _joined(part.index() for part in parts))
-        self._evict_in_graph = graph(self._evict, step)
-        self._set_index_in_graph = graph(self._set_index, IDS, use)
-
-    def _evict(self, step: tf.Tensor) -> None:
-        for part in self.dynamic_parts:
-            part.evict(step)
-
-    def _set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
-        for part in self.dynamic_parts:
-            part.set_index(ids, use)
+        self._last_steps_in_graph = graph([part.last_steps for part in parts])
+        self._index_in_graph = graph([part.index for part in parts])
+        self._evict_in_graph = graph([part.evict for part in parts], step)
+        self._set_index_in_graph = graph([part.set_index for part in parts], IDS, use)
 
     @property
     def slot_names(self) -> list[str]:
         """The names of the optimizer slots."""
-        return list(self.dynamic_parts[0].slots)
+        return self.value_names[1:]
 
     @override
     def index(self) -> dict[str, Ids]:
-        ids, use = map(value_of, self._index_in_graph())
+        ids, use = _joined(self._index_in_graph())
         order = np.argsort(ids)
         return {"ids": ids[order], "use": use[order]}
-
-    @override
-    def ids(self, index: Index) -> Ids:
-        found: Ids = index["ids"][index["use"][:, 0] == 1]
-        return found
 
     @override
     def take_changed_ids(self, index: Index, step: int) -> Ids:
@@ -115,7 +94,7 @@ class DynamicTable(Table):
         removed if a run is resumed with other arguments of the layer.
         """
         use, unknown = index["use"], (index["use"][:, 0] == 1) & (index["use"][:, 2] == 0)
-        if self.dynamic_parts[0].keeps_last and unknown.any():
+        if self._parts[0].keeps_last and unknown.any():
             use = np.where(unknown[:, np.newaxis] & (np.arange(NUM_VALUES) == 2), step, use)
             if self.layer.evicts:
                 log.warning(
@@ -140,7 +119,7 @@ class DynamicTable(Table):
 
     def counts(self) -> Counts:
         """The sums of all parts."""
-        counts = [value_of(part.counts) for part in self.dynamic_parts]
+        counts = [value_of(part.counts) for part in self._parts]
         return Counts(*np.sum(counts, axis=0).tolist())
 
     def evict(self, step: int) -> None:
@@ -159,10 +138,9 @@ class DynamicTable(Table):
 
     def _first_within(self, max_rows: int, first: int) -> int:
         """Returns the lowest step since which at most `max_rows` ids with rows were used."""
-        found, numbers = map(value_of, self._last_steps_in_graph())
+        found, numbers = _joined(self._last_steps_in_graph())
         steps, places = np.unique(found, return_inverse=True)
-        of_steps = np.zeros(len(steps), np.int64)
-        np.add.at(of_steps, places, numbers)
+        of_steps = np.bincount(places, numbers).astype(np.int64)
         since = np.cumsum(of_steps[::-1])[::-1]
         beyond = steps[since > max_rows]
         if not len(beyond):
@@ -182,7 +160,7 @@ class DynamicTable(Table):
         return int(steps[-1])
 
 
-def _joined(found: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> tuple[tf.Tensor, tf.Tensor]:
-    """The tensors of all parts, one after the other."""
-    firsts, seconds = (tf.concat(values, axis=0) for values in zip(*found, strict=True))
+def _joined(found: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tuple[Ids, Ids]:
+    """The values of all parts, one after the other."""
+    firsts, seconds = (np.concatenate([*map(value_of, v)]) for v in zip(*found, strict=True))
     return firsts, seconds

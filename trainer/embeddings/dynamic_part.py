@@ -2,23 +2,28 @@
 
     part = DynamicPart(layer, index, num_parts)     # in the strategy's scope; id mod P is `index`
     rows = part.lookup(ids, training=True)          # on a worker; gathered on the server
-    places = part.places(rows, variables, ids, step)    # in the update; admits ids
+    part.change(gradient, rate, step, factor=None)  # on the server; admits ids
 
 dynamic.py says what is in the hash table, and when it changes. TensorFlow's MutableDenseHashTable
 is not used: after removals an insertion may add an id twice.
 """
 
+import hashlib
+import math
 import uuid
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import keras
 import tensorflow as tf
+from typing_extensions import override
 
+from data.split_mix import GAMMA
 from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
-from trainer.embeddings.initial import initial_rows
-from trainer.embeddings.optimizers import Slots, after, capacity, gather_rows, scatter_rows
+from trainer.embeddings.base import Part
+from trainer.embeddings.optimizers import after, capacity, gather_rows, scatter_rows
+from trainer.step.random_layers import split_mix, uint64
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
@@ -30,6 +35,9 @@ _FIRST_ROWS = 1024
 NUM_VALUES = 3
 _UNKNOWN = (-1, 0, 0)
 
+# Of 23 bits and a half, no value of an interval is rounded to 0 or 1 in float32.
+_BITS = 23
+
 
 class Counts(NamedTuple):
     """The counters of a part, int64."""
@@ -39,31 +47,27 @@ class Counts(NamedTuple):
     evicted: int  # Ids that lost their row.
 
 
-class DynamicPart:
+class DynamicPart(Part):
     """The ids of a table of which id mod P is `index`.
 
     Attributes:
         rows: The rows, [capacity, width]. Its static shape is that of a new part: a worker process
             aborts when it is sent the handle of a variable with an unknown dimension. So the value
             is only read by `gather_rows`, and its size by `capacity`.
-        slots: The optimizer slots, by name.
-        variables: The rows and the slots, by name.
         counts: Counts, int64 [3].
         marks_changes: True if the last step of each id is kept, also if no id is evicted.
     """
 
     def __init__(self, layer: "ShardedEmbedding", index: int, num_parts: int) -> None:
         """Makes the variables; called in the strategy's scope."""
-        self._layer, self._index, self._num_parts = layer, index, num_parts
-        self.marks_changes = False
         width, dtype = layer.width, tf.as_dtype(layer.variable_dtype)
-        self.slots: dict[str, tf.Variable] = {}
         with making_part(index, (0, width)):
-            self.rows = tf.Variable(
+            rows = tf.Variable(
                 lambda: tf.zeros([_FIRST_ROWS, width], dtype),
                 name=f"{layer.name}/embeddings_{index}",
             )
-        self.variables = {"rows": self.rows}
+        super().__init__(layer, index, rows, num_rows=0)
+        self._num_parts = num_parts
         with making_part(index, (len(Counts._fields),), beside=self.rows):
             self.counts = tf.Variable(
                 tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
@@ -83,21 +87,9 @@ class DynamicPart:
         """
         return self._layer.evicts or self.marks_changes
 
-    def add_slots(self, initial: Slots) -> Mapping[str, tf.Variable]:
-        """Makes the optimizer slots; called in the strategy's scope. Returns them by name."""
-        for name, (_, is_of_row) in initial.items():
-            inner = () if is_of_row else (self._layer.width,)
-            with making_part(self._index, (0, *inner), beside=self.rows):
-                self.slots[name] = tf.Variable(
-                    lambda inner=inner: tf.zeros([_FIRST_ROWS, *inner]),
-                    trainable=False,
-                    name=name,
-                )
-        self.variables |= self.slots
-        return self.slots
-
+    @override
     def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
-        """The rows of `ids`, int64 [n]: [n, width]. The gradient is (ids, gradients of rows).
+        """The gradient is (ids, gradients of rows).
 
         An id without a row has zeros. But if this step will admit the id, it has its initial row.
         """
@@ -121,11 +113,18 @@ class DynamicPart:
         initial = initial_rows(tf.gather_nd(ids, new), layer.width, layer.initializer, rows.dtype)
         return tf.tensor_scatter_nd_update(rows, new, initial)
 
-    def take_lock(self, waited_for: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Takes the lock of updates when `waited_for` are computed."""
-        return locks.take(self._locks, waited_for)
+    @override
+    def _admitted(
+        self, ids: tf.Tensor, rows: tf.Tensor, step: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        # Under asynchronous ps two workers may bring the same new id.
+        held = locks.take(self._locks, [ids, rows])
+        with tf.control_dependencies(held):
+            places = self._places(tf.identity(ids), step)
+        has_row = places >= 0
+        return tf.boolean_mask(places, has_row), tf.boolean_mask(rows, has_row), held
 
-    def places(self, ids: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    def _places(self, ids: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The places of different `ids`, int64 [n], -1 without a row, after one more sighting.
 
         Gives rows to ids that have enough sightings now. `step` is the number of steps done before.
@@ -171,12 +170,6 @@ class DynamicPart:
             last = found[:, 2:] if self.keeps_last else found[:, 2:] * (1 - has_row)
             return ids, tf.concat([has_row, found[:, 1:2], last], axis=1)
 
-    def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The rows and slots of `ids`, which have rows, by name."""
-        with tf.device(self.rows.device):
-            place, _, _ = self._find(ids)
-            return {name: gather_rows(v, place) for name, v in self.variables.items()}
-
     def set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
         """Replaces all ids by those of `ids` that belong to this part; their rows are zeros."""
         mine = tf.equal(ids % self._num_parts, self._index)
@@ -194,13 +187,6 @@ class DynamicPart:
             self._remove(self._exported()[0])
             self._insert(tf.identity(ids), tf.identity(in_hash))
             self.counts.assign(tf.stack([number, 0, 0]))
-
-    def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-        """Sets the rows and slots of `ids` of this part, which have rows."""
-        with tf.device(self.rows.device):
-            place, _, _ = self._find(ids)
-            for name, variable in self.variables.items():
-                scatter_rows(variable, place, tf.identity(values[name]))
 
     def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
@@ -232,6 +218,10 @@ class DynamicPart:
                 before = self.counts.read_value()
                 evicted = tf.math.count_nonzero(has_row) - number
                 self.counts.assign(tf.stack([number, before[1], before[2] + evicted]))
+
+    @override
+    def find(self, ids: tf.Tensor) -> tf.Tensor:
+        return self._find(ids)[0]
 
     def _find(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         found = tf.raw_ops.LookupTableFindV2(
@@ -275,3 +265,39 @@ def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
             return tf.constant(True)
 
     return tf.cond(needed > size, grow, lambda: tf.constant(False))
+
+
+def initial_rows(
+    ids: tf.Tensor, width: int, initializer: keras.initializers.Initializer, dtype: tf.DType
+) -> tf.Tensor:
+    """The initial rows of `ids`, int64 [n], as `initializer` distributes values: [n, width].
+
+    A function of the seed of `initializer` and the id. SplitMix64 hashes the id for each column:
+    a generator would give values in the order in which ids arrive, which differs between runs.
+    """
+    shape = [tf.size(ids), width]
+    settings = initializer.get_config()
+    if "seed" not in settings:
+        return tf.cast(initializer(shape), dtype)
+    uniform = _uniform(ids, width, str(initializer.seed))
+    if isinstance(initializer, keras.initializers.RandomUniform):
+        low, high = settings["minval"], settings["maxval"]
+        return tf.cast(low + (high - low) * uniform, dtype)
+    if isinstance(initializer, keras.initializers.TruncatedNormal):
+        # Values are between -2 and 2 standard deviations.
+        below = math.erfc(2**0.5) / 2
+        uniform = below + (1 - 2 * below) * uniform
+    return tf.cast(settings["mean"] + settings["stddev"] * tf.math.ndtri(uniform), dtype)
+
+
+def _uniform(ids: tf.Tensor, width: int, seed: str) -> tf.Tensor:
+    """Values between 0 and 1, both excluded, float32 [n, width]."""
+    key = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
+    # `split_mix` adds GAMMA, which the key of an id does not have.
+    mixed = split_mix(
+        tf.bitwise.bitwise_xor(tf.bitcast(ids, tf.uint64), uint64(key)) - uint64(GAMMA)
+    )
+    # Not a constant vector: TensorFlow rounds vectors of large uint64 constants in graphs.
+    columns = tf.cast(tf.range(width), tf.uint64) * uint64(GAMMA)
+    bits = tf.bitwise.right_shift(split_mix(mixed[:, tf.newaxis] + columns), uint64(64 - _BITS))
+    return (tf.cast(bits, tf.float32) + 0.5) / 2**_BITS

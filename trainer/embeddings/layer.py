@@ -21,23 +21,28 @@ from typing_extensions import override
 
 from data.system.compat.own_gradients import with_gradient
 from strategies.tables import making_part, part_rows, table_settings
-from trainer.embeddings.base import of_parts
-from trainer.embeddings.counting import add_lookup
+from trainer.embeddings.base import Part, add_lookup, of_parts
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
-from trainer.embeddings.optimizers import TableOptimizer, gather_rows, table_optimizer, to_config
-from trainer.embeddings.table import Rows
+from trainer.embeddings.optimizers import TableOptimizer, table_optimizer, to_config
+from trainer.embeddings.table import FixedPart, FixedTable
 from trainer.step.options import ConfigError
 
 # Rows that are initialised with one seed.
 _BLOCK_ROWS = 1 << 16
 
-# How the rows of several ids become one: the sum is divided by this function of their number.
-COMBINERS: Mapping[str, Callable[[tf.Tensor], tf.Tensor]] = {
-    "sum": tf.ones_like,
-    "mean": tf.identity,
-    "sqrtn": tf.sqrt,
+# How the rows of several ids become one.
+COMBINERS: Mapping[str, Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "sum": tf.math.unsorted_segment_sum,
+    "mean": tf.math.unsorted_segment_mean,
+    "sqrtn": tf.math.unsorted_segment_sqrt_n,
 }
+
+# The least values of arguments that are whole numbers.
+_LEAST = {"admit_after": 1, "evict_after": 0, "max_rows": 0, "evict_every": 1}
+
+# Arguments that are JSON values, and attributes of the same names.
+_SETTINGS = ("width", "l2", "clip_norm", "combiner", *_LEAST)
 
 # Fills up the ids of a feature that has fewer of them than others.
 _PADDING = -1
@@ -71,9 +76,11 @@ class ShardedEmbedding(keras.layers.Layer):
     optimizer of its own, because those of Keras change all rows in each step.
 
     Attributes:
-        table: The complete table, Rows or DynamicTable; None before the layer is built.
+        table: The complete table, FixedTable or DynamicTable; None before the layer is built.
+        parts: Its parts, FixedParts or DynamicParts.
         optimizer: A TableOptimizer.
         stores_rows: False in a dry run, and after `freeze`.
+        evicts: True if ids are removed, so the last step that used an id must be known.
         is_trained: True if a learner has made optimizer slots of the table.
         l2, clip_norm, combiner, admit_after, evict_after, max_rows, evict_every: See __init__.
     """
@@ -123,6 +130,7 @@ class ShardedEmbedding(keras.layers.Layer):
         """
         super().__init__(**kwargs)
         object.__setattr__(self, "table", None)
+        object.__setattr__(self, "parts", [])
         object.__setattr__(self, "_frozen", [])
         self.rows, self.width = rows, width
         self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
@@ -134,13 +142,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 "be a list of them, or None for any ids. "
                 f"Received: rows={rows!r}, width={width!r}."
             )
-        limits = {
-            "admit_after": (admit_after, 1),
-            "evict_after": (evict_after, 0),
-            "max_rows": (max_rows, 0),
-            "evict_every": (evict_every, 1),
-        }
-        for name, (given, least) in limits.items():
+        limited = admit_after, evict_after, max_rows, evict_every
+        for (name, least), given in zip(_LEAST.items(), limited, strict=True):
             if type(given) is not int or given < least:
                 raise ConfigError(
                     f"ShardedEmbedding: {name} must be a whole number of {least} or more. "
@@ -159,6 +162,7 @@ class ShardedEmbedding(keras.layers.Layer):
         self.combiner = combiner
         self.admit_after, self.evict_after = admit_after, evict_after
         self.max_rows, self.evict_every = max_rows, evict_every
+        self.evicts = bool(evict_after or max_rows)
         for name, value in (("l2", l2), ("clip_norm", clip_norm)):
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ConfigError(
@@ -181,8 +185,9 @@ class ShardedEmbedding(keras.layers.Layer):
         total = table_settings().num_parts
         self.stores_rows = table_settings().has_rows
         if self.is_dynamic:
-            parts = [DynamicPart(self, index, total) for index in range(total)]
-            object.__setattr__(self, "table", DynamicTable(parts, self))
+            dynamic = [DynamicPart(self, index, total) for index in range(total)]
+            object.__setattr__(self, "parts", dynamic)
+            object.__setattr__(self, "table", DynamicTable(dynamic, self))
             return
         columns = input_shape[-1] if self.combiner is None else input_shape[-2]
         if isinstance(self.rows, Sequence) and columns != len(self._sizes):
@@ -190,7 +195,6 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"{self.name} has {len(self._sizes)} numbers of rows, so it needs ids of as many "
                 f"columns. Received: shape {tuple(input_shape)}."
             )
-        shape = self._num_rows, self.width
         parts = []
         for index in range(total):
             of_part = part_rows(self._num_rows, index, total), self.width
@@ -200,10 +204,11 @@ class ShardedEmbedding(keras.layers.Layer):
                     initializer=functools.partial(self._initial_rows, index, total),
                     name="embeddings" if total == 1 else f"embeddings_{index}",
                 )
-            parts.append(weight.value)
+            parts.append(FixedPart(self, index, weight.value, of_part[0]))
         path = f"{weight.path.rpartition('/')[0]}/embeddings"
         # Not by Keras, which would save each part on its own.
-        object.__setattr__(self, "table", Rows(parts, shape, path))
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "table", FixedTable(parts, (self._num_rows, self.width), path))
 
     def _initial_rows(
         self, index: int, num_parts: int, shape: Sequence[int], dtype: object = None
@@ -257,13 +262,10 @@ class ShardedEmbedding(keras.layers.Layer):
         `is_id`, [..., length], is False for padding.
         """
         assert self.combiner is not None
+        combine = COMBINERS[self.combiner]
         of_features = tf.reshape(is_id, [-1, tf.shape(is_id)[-1]])
         feature = tf.where(of_features)[:, 0]
-        num_features = tf.shape(of_features, tf.int64)[0]
-        numbers = tf.math.count_nonzero(of_features, axis=1, dtype=rows.dtype)
-        divisor = COMBINERS[self.combiner](tf.maximum(numbers, 1))
-        summed = tf.math.unsorted_segment_sum(rows, feature, num_features)
-        return summed / divisor[:, tf.newaxis]
+        return combine(rows, feature, tf.shape(of_features, tf.int64)[0])
 
     def _numbered(self, ids: tf.Tensor, is_id: tf.Tensor) -> tf.Tensor:
         """The rows of `ids` in the table of all columns, int64. Raises an error out of range.
@@ -288,30 +290,20 @@ class ShardedEmbedding(keras.layers.Layer):
         """The rows of different `ids`, [n] -> [n, width], gathered on the devices of the parts."""
         if self._frozen:
             return self._frozen_rows(ids)
-        parts = self.table.parts
         if not self.stores_rows:
-            return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
+            return tf.zeros([tf.size(ids), self.width], self.parts[0].rows.dtype)
 
-        if len(parts) == 1 and table_settings().read_dtype == "float32":
+        if len(self.parts) == 1 and table_settings().read_dtype == "float32":
             # No device: a program that loads the exported model may lack the one of this process.
-            return self._rows_of_part(0, ids, training)
+            return self.parts[0].lookup(ids, training=training)
 
-        def sent_from(index: int, ids: tf.Tensor) -> tf.Tensor:
-            device = parts[index].device
-            with tf.device(device):
-                rows = self._rows_of_part(index, ids, training)
-            return _rounded_on(device, rows)
+        def sent_from(part: Part, ids: tf.Tensor) -> tf.Tensor:
+            with tf.device(part.rows.device):
+                rows = part.lookup(ids, training=training)
+            return _rounded_on(part.rows.device, rows)
 
-        find = [functools.partial(sent_from, index) for index in range(len(parts))]
-        rows: tf.Tensor = of_parts(ids, find)
+        rows: tf.Tensor = of_parts(ids, [functools.partial(sent_from, p) for p in self.parts])
         return rows
-
-    def _rows_of_part(self, index: int, ids: tf.Tensor, training: bool) -> tf.Tensor:
-        if self.is_dynamic:
-            rows: tf.Tensor = self.table.dynamic_parts[index].lookup(ids, training=training)
-            return rows
-        parts = self.table.parts
-        return gather_rows(parts[index], ids // len(parts))
 
     def freeze(self, ids: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
         """Replaces a table of dynamic ids by constant variables, in a model that is exported.
@@ -376,22 +368,10 @@ class ShardedEmbedding(keras.layers.Layer):
         return {
             **super().get_config(),
             "rows": list(self.rows) if isinstance(self.rows, Sequence) else self.rows,
-            "width": self.width,
             "optimizer": to_config(self.optimizer),
             "initializer": keras.initializers.serialize(self.initializer),
-            "l2": self.l2,
-            "clip_norm": self.clip_norm,
-            "combiner": self.combiner,
-            "admit_after": self.admit_after,
-            "evict_after": self.evict_after,
-            "max_rows": self.max_rows,
-            "evict_every": self.evict_every,
+            **{name: getattr(self, name) for name in _SETTINGS},
         }
-
-    @property
-    def evicts(self) -> bool:
-        """True if ids are removed, so the last step that used an id must be known."""
-        return bool(self.evict_after or self.max_rows)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         """A checkpoint has tables in files of their own (trainer/checkpoints/tables.py)."""

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import tensorflow as tf
 from typing_extensions import override
@@ -44,6 +44,8 @@ class TableOptimizer:
     """
 
     learning_rate: float | None = None
+    # The names of the slots: True if a slot has one value for each row.
+    _slots: ClassVar[Mapping[str, bool]] = {}
 
     def __post_init__(self) -> None:
         """Raises ConfigError if a setting is not a number, or out of range."""
@@ -59,8 +61,9 @@ class TableOptimizer:
 
     @property
     def initial_slots(self) -> Slots:
-        """The slots with their first values."""
-        return {}
+        """The slots with their first values: `initial_NAME` if there is such a setting, or 0."""
+        names = self._slots.items()
+        return {name: (getattr(self, f"initial_{name}", 0.0), of_row) for name, of_row in names}
 
     def update(self, given: TableUpdate) -> tf.Operation | None:
         """Changes the table. Returns the op that is done last; None if eager."""
@@ -85,41 +88,30 @@ class Adagrad(TableOptimizer):
 
     initial_accumulator: float = number(0.1, AT_LEAST_0)
     epsilon: float = 1e-7
-
-    @property
-    @override
-    def initial_slots(self) -> Slots:
-        return {"accumulator": (self.initial_accumulator, False)}
+    _slots: ClassVar = {"accumulator": False}
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
-        table, slots, ids, gradients, rate, _ = given
         return tf.raw_ops.ResourceSparseApplyAdagradV2(
-            var=table.handle,
-            accum=slots["accumulator"].handle,
-            lr=rate,
-            epsilon=tf.constant(self.epsilon, gradients.dtype),
-            grad=gradients,
-            indices=ids,
+            var=given.table.handle,
+            accum=given.slots["accumulator"].handle,
+            lr=given.rate,
+            epsilon=tf.constant(self.epsilon, given.gradients.dtype),
+            grad=given.gradients,
+            indices=given.ids,
             use_locking=True,
         )
 
 
 @dataclass(frozen=True)
-class RowWiseAdagrad(TableOptimizer):
+class RowWiseAdagrad(Adagrad):
     """Adagrad with one accumulator a row: a <- a + mean(gradient ** 2).
 
     Its slot has 1/width of the memory of Adagrad's (Naumov et al., "Deep Learning Recommendation
     Model for Personalization and Recommendation Systems", 2019).
     """
 
-    initial_accumulator: float = number(0.1, AT_LEAST_0)
-    epsilon: float = 1e-7
-
-    @property
-    @override
-    def initial_slots(self) -> Slots:
-        return {"accumulator": (self.initial_accumulator, True)}
+    _slots: ClassVar = {"accumulator": True}
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
@@ -149,23 +141,18 @@ class FTRL(TableOptimizer):
     learning_rate_power: float = 0.5
     l1: float = number(0.0, AT_LEAST_0)
     l2: float = number(0.0, AT_LEAST_0)
-
-    @property
-    @override
-    def initial_slots(self) -> Slots:
-        return {"accumulator": (self.initial_accumulator, False), "linear": (0.0, False)}
+    _slots: ClassVar = {"accumulator": False, "linear": False}
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:
-        table, slots, ids, gradients, rate, _ = given
-        dtype = gradients.dtype
+        dtype = given.gradients.dtype
         return tf.raw_ops.ResourceSparseApplyFtrl(
-            var=table.handle,
-            accum=slots["accumulator"].handle,
-            linear=slots["linear"].handle,
-            grad=gradients,
-            indices=ids,
-            lr=rate,
+            var=given.table.handle,
+            accum=given.slots["accumulator"].handle,
+            linear=given.slots["linear"].handle,
+            grad=given.gradients,
+            indices=given.ids,
+            lr=given.rate,
             l1=tf.constant(self.l1, dtype),
             l2=tf.constant(self.l2, dtype),
             lr_power=tf.constant(-self.learning_rate_power, dtype),
@@ -184,11 +171,7 @@ class LazyAdam(TableOptimizer):
     beta_1: float = number(0.9, BELOW_1)
     beta_2: float = number(0.999, BELOW_1)
     epsilon: float = 1e-7
-
-    @property
-    @override
-    def initial_slots(self) -> Slots:
-        return {"momentum": (0.0, False), "velocity": (0.0, False)}
+    _slots: ClassVar = {"momentum": False, "velocity": False}
 
     @override
     def update(self, given: TableUpdate) -> tf.Operation | None:

@@ -9,8 +9,8 @@ of parts. It is written and read over the methods of base.Table, which FixedTabl
 """
 
 import collections
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import keras
 import numpy as np
@@ -21,9 +21,9 @@ from typing_extensions import override
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
-from trainer.embeddings.base import Ids, Index, Table
+from trainer.embeddings.base import Ids, Index, Part, SplitVariable, Table
 from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.optimizers import gather_rows, scatter_rows
+from trainer.embeddings.optimizers import gather_rows
 from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
@@ -34,21 +34,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item", bound="keras.Variable | Rows | DynamicTable")
 
 
-class Rows:
-    """Variables of which part p has the rows p, p + P, p + 2 P, ... of a table of P parts.
-
-    Attributes:
-        parts: The variables.
-        shape: That of the complete table.
-        path: The name of the complete table.
-        dtype: The name of the type of the values.
-    """
-
-    def __init__(self, parts: Sequence[tf.Variable], shape: tuple[int, ...], path: str) -> None:
-        self.parts = list(parts)
-        self.shape = shape
-        self.path = self.name = path
-        self.dtype: str = parts[0].dtype.name
+class Rows(SplitVariable):
+    """Variables of which part p has the rows p, p + P, p + 2 P, ... of a table of P parts."""
 
     def read_value(self) -> tf.Tensor:
         """The complete table."""
@@ -70,77 +57,60 @@ class Rows:
                 part.assign(value[index :: len(self.parts)])
 
 
-class _FixedPart(NamedTuple):
-    """A part of a table with a fixed number of rows: id `i` is at place `i // num_parts`."""
+class FixedPart(Part):
+    """A part of a table with a fixed number of rows: id `i` is at place `i // P` of P parts."""
 
-    num_parts: int
-    variables: Mapping[str, tf.Variable]
+    @override
+    def add_slots(self, *, marks_changes: bool) -> None:
+        super().add_slots(marks_changes=marks_changes)
+        if marks_changes:
+            self.changed = self._new_variable("changed", False, ())
 
-    def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        places = ids // self.num_parts
-        with tf.device(self.variables["rows"].device):
-            return {name: gather_rows(v, places) for name, v in self.variables.items()}
+    @override
+    def find(self, ids: tf.Tensor) -> tf.Tensor:
+        return ids // len(self._layer.parts)
 
-    def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-        places = ids // self.num_parts
-        with tf.device(self.variables["rows"].device):
-            for name, variable in self.variables.items():
-                scatter_rows(variable, places, tf.identity(values[name]))
+    @override
+    def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
+        return gather_rows(self.rows, self.find(ids))
 
 
-class FixedTable(Table):
-    """A table with a fixed number of rows, and its optimizer slots.
+class FixedTable(Rows, Table):
+    """A table with a fixed number of rows, and its optimizer slots."""
 
-    Attributes:
-        rows: The rows of all parts.
-        slots: The slots of all parts, by name.
-    """
-
-    def __init__(
-        self, rows: Rows, slots: Mapping[str, Rows], changed: Sequence[tf.Variable] = ()
-    ) -> None:
-        """`changed` has a variable for each part, bool [rows]: True if a step changed the row."""
-        self.rows, self.slots = rows, dict(slots)
-        named = {"rows": rows, **slots}
-        num_parts = len(rows.parts)
-        self._parts = [
-            _FixedPart(num_parts, {name: each.parts[index] for name, each in named.items()})
-            for index in range(num_parts)
-        ]
-        self._changed = list(changed)
+    def __init__(self, parts: Sequence[FixedPart], shape: tuple[int, ...], path: str) -> None:
+        super().__init__([part.rows for part in parts], shape, path)
+        self._parts = parts
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
-        self._graphs = [self._changed_in_graph] if changed else []
+        self._graphs = [self._changed_in_graph]
+
+    @property
+    def slots(self) -> list[Rows]:
+        """The optimizer slots; none if the table is not trained."""
+        found = []
+        for name in self.value_names[1:]:
+            variables = [part.variables[name] for part in self._parts]
+            shape = (self.shape[0], *variables[0].shape[1:])
+            found.append(Rows(variables, shape, f"{self.path}/{name}"))
+        return found
 
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables of all parts, without the marks."""
-        return [part for each in (self.rows, *self.slots.values()) for part in each.parts]
-
-    @override
-    def index(self) -> dict[str, Ids]:
-        return {}
-
-    @override
-    def set_index(self, index: Index, step: int = 0) -> None:
-        """Does nothing: the ids are known."""
-
-    @override
-    def ids(self, index: Index) -> Ids:
-        return np.arange(self.rows.shape[0], dtype=np.int64)
+        return [part for each in (self, *self.slots) for part in each.parts]
 
     @override
     def take_changed_ids(self, index: Index, step: int) -> Ids:
-        if not self._changed:  # The table is not trained.
-            return np.zeros([0], np.int64)
         return np.sort(value_of(self._changed_in_graph()))
 
     @no_autograph
     def _take_changed_ids(self) -> tf.Tensor:
-        found = []
-        for index, variable in enumerate(self._changed):
-            with tf.device(variable.device):
-                found.append(tf.where(variable.read_value())[:, 0] * len(self._changed) + index)
-                variable.assign(tf.zeros_like(variable))
+        found = [tf.zeros([0], tf.int64)]  # If no part has marks.
+        for index, part in enumerate(self._parts):
+            if (changed := part.changed) is not None:
+                with tf.device(changed.device):
+                    found.append(tf.where(changed.read_value())[:, 0] * len(self._parts) + index)
+                    changed.assign(tf.zeros_like(changed))
         return tf.concat(found, axis=0)
 
 
@@ -148,9 +118,7 @@ def tables_of(model: keras.Model) -> "list[ShardedEmbedding]":
     """The layers of `model` that are split, also those inside of other layers."""
     # Not isinstance of the layer: layer.py imports this module.
     layers = all_layers(model, include_self=False)
-    return [
-        layer for layer in layers if isinstance(getattr(layer, "table", None), Rows | DynamicTable)
-    ]
+    return [layer for layer in layers if isinstance(getattr(layer, "table", None), Table)]
 
 
 def saved_variables(model: keras.Model) -> list[keras.Variable | Rows | DynamicTable]:

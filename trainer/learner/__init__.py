@@ -5,7 +5,7 @@
     learner.apply(summed)                               # the gradients, summed over replicas
 
 `gradients` changes no trainable variable; only `apply` does. Between them the executor sums over
-replicas (strategies/gradients/all_reduce.py). Learner is the sum of four parts, and what a config
+replicas (strategies/gradients/all_reduce.py). Learner is the sum of three parts, and what a config
 file may override of them:
 
 | part | what |
@@ -26,9 +26,7 @@ under every strategy.
 B is the number of examples of a replica's part of a batch.
 """
 
-import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
@@ -40,23 +38,19 @@ from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Batch
 from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics
-from trainer.embeddings.counting import begin_counting
-from trainer.embeddings.table import Rows
-from trainer.learner.differentiation import Differentiation
+from trainer.embeddings.table import Rows, saved_arrays
 from trainer.learner.objective import Objective
 from trainer.learner.update import Update
-from trainer.learner.variables import ModelVariables
-from trainer.step.gradients import Gradient
 from trainer.step.keras_losses import KerasLoss, ModelLoss
 from trainer.step.keras_metrics import KerasMetrics, without_padding
 from trainer.step.losses import PerExample
 from trainer.step.optimizers import check_optimizer
 from trainer.step.options import Options
-from trainer.step.random_layers import bind, drawing
+from trainer.step.random_layers import bind
 from trainer.step.schedules import RateFactor
 
 
-class Learner:
+class Learner(Update):
     """A model, an optimizer, a loss and metrics, built in a strategy's scope.
 
     A config file may derive its own class (configs/custom_step.py) and override:
@@ -84,7 +78,6 @@ class Learner:
 
     Attributes:
         tables: The layers of the model that are ShardedEmbeddings.
-        saved_tables: Their tables, with optimizer slots, as a checkpoint has them.
         variables: The trainable variables, in the order of `gradients`.
         num_dense: The first `num_dense` of `variables` are dense. The others are parts of tables
             (trainer/embeddings), whose gradients are rows.
@@ -124,61 +117,29 @@ class Learner:
         """
         check_optimizer(optimizer)
         options = options or Options()
-        self.model = model
-        self.optimizer = optimizer
+        self._is_subclass = type(self) is not Learner
+        self.model, self.optimizer, self._step_options = model, optimizer, options
         self.step: tf.Variable = optimizer.iterations.value
         self.origin = origin
         self.notes: list[str] = []
         self.batch_size = batch_size
         self.virtual_replicas = options.virtual_replicas
-        self._log_every_steps, self._last_step = options.log_every_steps, options.last_step
         self.needs_seeds = bind(model)
-        self._variables = variables = ModelVariables(model, options)
-        self.tables, self.saved_tables = variables.tables, variables.saved_tables
-        self.variables, self.dense_variables = variables.trained, variables.dense
-        self.num_dense = len(variables.dense)
-        self.objective = Objective(variables, loss, metrics, keras_metrics, options, batch_size)
+        self._find_variables()
+        self.objective = Objective(self, loss, metrics, keras_metrics, options, batch_size)
         self.build_optimizers()
-        is_overridden = type(self).change_variable is not Learner.change_variable
-        change = self.change_variable if is_overridden else None
-        self._update = Update(optimizer, variables, options, rate_factor, change)
-        self.loss_scale = self._update.loss_scale
+        self._start_update(rate_factor)
         self.local_steps: LocalSteps | None = None
         if options.local_steps.chosen:
-            others = self._changed_besides()
-            chosen = dataclasses.asdict(options.local_steps)
-            self.local_steps = LocalSteps(self.variables, others, options.last_step, **chosen)
-        self._differentiation = Differentiation(
-            self, variables, micro_batches=options.micro_batches
-        )
+            others, settings = self._changed_besides(), vars(options.local_steps)
+            self.local_steps = LocalSteps(self.variables, others, options.last_step, **settings)
         if options.jit_compile:
             self.compile_with_xla()
 
-    def compile_with_xla(self, *, is_optional: bool = False) -> None:
-        """Has XLA compile gradients and, if no method is overridden, updates and evaluations.
-
-        Called before the first step. If `is_optional`, `stop_compiling` may end it.
-        """
-        self._differentiation.compile_with_xla(is_optional=is_optional)
-
-    def stop_compiling(self, error: tf.errors.OpError) -> bool:
-        """Returns True if `error` says that XLA cannot compile, and it need not: try again."""
-        return self._differentiation.stop_compiling(error)
-
-    @property
-    def compiles(self) -> bool:
-        """True if XLA may compile all that a replica computes in a step, not only the gradient.
-
-        Methods of a subclass may have ops that XLA lacks; and XLA merges operations, so that bits
-        depend on what it compiles together.
-        """
-        is_compiled = self._differentiation.with_xla is not None
-        return type(self) is Learner and is_compiled and not self.virtual_replicas
-
     def ends_report(self, step: tf.Tensor) -> tf.Tensor:
         """True, bool [], if step `step` + 1 is the last one of a report, or of the run."""
-        is_last = tf.equal(step + 1, self._last_step)
-        every = self._log_every_steps
+        is_last = tf.equal(step + 1, self._step_options.last_step)
+        every = self._step_options.log_every_steps
         return is_last | tf.equal((step + 1) % every, 0) if every else is_last
 
     @property
@@ -191,53 +152,50 @@ class Learner:
         return self.objective.to_metrics(totals)
 
     @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return float(self._update.rate(tf.convert_to_tensor(self.step)).numpy())
-
-    @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
         momenta = self.local_steps.momenta if self.local_steps else []
-        return {**self._update.state, **({"outer_momentum": momenta} if momenta else {})}
+        return {**super().state, **({"outer_momentum": momenta} if momenta else {})}
 
     def _changed_besides(self) -> list[tf.Variable]:
         """What a step changes besides `variables`. The learning rate is changed by hooks alone."""
         rate, state = given_rate(self.optimizer), self.state.values()
         slots = [v.value for v in self.optimizer.variables if v is not rate]
-        counters = [v for v in self._variables.not_trained if not v.dtype.is_floating]
+        counters = [v for v in self._not_trained if not v.dtype.is_floating]
         return [*slots, *self.layer_state, *counters, *(v for each in state for v in each)]
 
     @property
-    def _own_state(self) -> list[Sequence[tf.Variable | Rows]]:
+    def _own_state(self) -> list[tf.Variable | Rows]:
         """What a subclass adds to `state`."""
-        ours = self._update.state
-        return [variables for name, variables in self.state.items() if name not in ours]
+        ours = super().state
+        return [v for name, each in self.state.items() if name not in ours for v in each]
 
     @property
     def has_own_state(self) -> bool:
         """True if a subclass adds variables to `state`."""
-        return any(self._own_state)
+        return bool(self._own_state)
 
     @property
     def forward_state(self) -> Sequence[tf.Variable]:
         """The variables that `gradients` may change: all but those of the base class's `apply`."""
-        others = [v for variables in self._own_state for v in variables]
-        return [*self._variables.not_trained, *others]
+        return [*self._not_trained, *self._own_state]
 
     def weights(self) -> list[npt.NDArray[np.generic]]:
-        """Returns the values that `evaluate` uses, averages if any, as `ModelVariables.values`."""
-        return self._variables.values(self._update.averages)
+        """Returns the values of `model.variables` that `evaluate` uses: averages, if there are any.
+
+        Each table is one value, however many parts it has. Tables of dynamic ids are left out.
+        """
+        evaluated = dict(zip(map(id, self.variables), self.averages, strict=False))
+        return [
+            v.numpy()
+            if isinstance(v, Rows)
+            else np.asarray(evaluated.get(id(v.value), v.value).numpy())
+            for v in saved_arrays(self.model)
+        ]
 
     def build_optimizers(self) -> None:
         """Creates the optimizer's variables. Called by `__init__`, in the strategy's scope."""
         self.optimizer.build(self.dense_variables)
-
-    def forward(self, inputs: Batch, seeds: tf.Tensor | None = None, *, training: bool) -> Batch:
-        """Returns the model's outputs. Random layers draw from `seeds`, int32 [B, 2]."""
-        begin_counting()
-        with drawing(seeds):
-            return self.model(inputs, training=training)
 
     @no_autograph
     def training_losses(self, batch: Batch) -> tf.Tensor:
@@ -249,73 +207,6 @@ class Learner:
                 labels, outputs, *weights[:1], inputs=inputs, training=True
             )
 
-    def _assigning_nothing(self, values: Sequence[tf.Tensor]) -> keras.StatelessScope:
-        # A loss of the model may add Keras' penalties, of variables with a value in the scope.
-        return self._variables.assigning_nothing(values, completes=self.objective.has_model_loss)
-
-    @no_autograph
-    def gradients(self, batch: Batch, *, training: bool = True) -> tuple[list[Gradient], tf.Tensor]:
-        """Returns this replica's part of the gradient, and the metric totals of its examples.
-
-        `batch` is (inputs, labels), each of B examples; then their weights, if `parse` returns
-        some; then their seeds, int32 [B, 2], if `needs_seeds`. There is a gradient for each of
-        `variables`, None where the loss does not depend on it. The totals are float64 [num_totals].
-
-        Raises ValueError, while tracing, if the loss or a metric is not one value per example.
-        """
-        return self.gradients_at(batch, None, training=training)
-
-    @property
-    def layer_state(self) -> Sequence[tf.Variable]:
-        """The variables that layers change in training, each replica its own copy."""
-        return self._variables.layer_state
-
-    @contextlib.contextmanager
-    def keeping_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
-        """Inside, `gradients_at` changes no variable.
-
-        The mapping gets what they would be, by the index in `gradient_inputs`.
-        """
-        with self._differentiation.keeping_state() as new:
-            yield new
-
-    @property
-    def gradient_inputs(self) -> Sequence[tf.Variable]:
-        """The variables that `gradients_at` needs; empty if a subclass overrides `gradients`."""
-        return () if self.overrides_gradients else self._variables.inputs
-
-    @property
-    def overrides_gradients(self) -> bool:
-        """True if a subclass overrides `gradients`, so it reads the variables itself."""
-        return type(self).gradients is not Learner.gradients
-
-    @no_autograph
-    def gradients_at(
-        self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool = True
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Returns `gradients(batch)` at `values`, which were read from `gradient_inputs`."""
-        return self._differentiation.gradients_at(batch, values, training=training)
-
-    @no_autograph
-    def apply(self, gradients: Sequence[Gradient]) -> tf.Tensor:
-        """Changes the variables by `gradients`, summed over replicas, and counts the step.
-
-        Returns the new count; under asynchronous ps other workers may have counted too. Called in
-        replica context. Keras' `optimizer.apply` is not used: it would sum over replicas again,
-        clip before that sum, and lose counts under ps. `update_step` is Keras' public extension
-        point for the formula alone; fused_updates.py has some of them as one op.
-        """
-        return self._update.apply(gradients, compiles=self.compiles)
-
-    def change_variable(
-        self, index: int, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor
-    ) -> None:
-        """Applies the optimizer to one copy of `self.variables[index]`. `gradient` is dense.
-
-        If no class overrides it, SGD and Adam use one fused op in its place (fused_updates.py).
-        """
-        self.optimizer.update_step(gradient, variable, rate)
-
     @no_autograph
     def evaluate(self, batch: Batch) -> tf.Tensor:
         """Returns the metric totals of (inputs, labels, counts), float64 [num_totals].
@@ -323,15 +214,15 @@ class Learner:
         `counts`, [B], is 1 for an example that counts, and 0 for padding. Before it come the
         weights of the examples, if `parse` returns some.
         """
-        return self.evaluate_at(batch, list(map(tf.convert_to_tensor, self._update.averages)))
+        return self.evaluate_at(batch, list(map(tf.convert_to_tensor, self.averages)))
 
     @property
     def evaluation_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `evaluate_at` needs; empty if a subclass overrides `evaluate`."""
         if type(self).evaluate is not Learner.evaluate:
             return ()
-        trained = self._update.averages or self.variables[: self.num_dense]
-        return [*trained, *self._variables.not_trained]
+        trained = self.averages or self.variables[: self.num_dense]
+        return [*trained, *self._not_trained]
 
     @no_autograph
     def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -344,19 +235,3 @@ class Learner:
             outputs = self.model(inputs, training=False)
             losses = self.objective.losses(labels, outputs, weights, inputs=inputs)
         return self.measure(labels, outputs, losses, counts, weights=weights)
-
-    @no_autograph
-    def measure(
-        self,
-        labels: Batch,
-        outputs: Batch,
-        losses: tf.Tensor,
-        counts: tf.Tensor | None = None,
-        *,
-        weights: Batch | None = None,
-    ) -> tf.Tensor:
-        """Returns the totals of `losses`, [B], and of each metric: float64 [num_totals].
-
-        Examples of which `counts` is 0 do not count. `weights` are those of the examples.
-        """
-        return self.objective.measure(labels, outputs, losses, counts, weights)

@@ -1,8 +1,7 @@
 """The gradient of a replica's part of a batch: at given values, in micro-batches, by XLA.
 
-    differentiation = Differentiation(learner, variables, micro_batches=1)
-    gradients, totals = differentiation.gradients_at(batch, None, training=True)
-    gradients, totals = differentiation.gradients_at(batch, values, training=True)
+    gradients, totals = learner.gradients(batch)
+    gradients, totals = learner.gradients_at(batch, values)
 
 `values` were read from the variables before: parameter servers send them, and XLA takes no variable
 that the forward pass assigns.
@@ -10,72 +9,110 @@ that the forward pass assigns.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
+import keras
 import tensorflow as tf
 
-from strategies.base import Batch
+from data.system.compat.autograph import no_autograph
+from strategies.base import Batch, Tensor
 from strategies.gradients.parts import add_gradients, part_of_batch
+from strategies.step_errors import reason_of_xla
+from trainer.embeddings.base import begin_counting
+from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
-from trainer.step.gradients import Gradient
-from trainer.step.loss_scale import unscaled
-from trainer.step.xla_errors import described, is_of_xla
-
-if TYPE_CHECKING:
-    from trainer.learner import Learner
+from trainer.step.loss_scale import LossScale, unscaled
+from trainer.step.random_layers import drawing
 
 log = logging.getLogger(__name__)
 
 
-class Differentiation:
-    """Differentiates the objective of a learner, whose methods a subclass may override.
+class Differentiation(ModelVariables):
+    """The part of a Learner that differentiates its objective. Learner sets the attributes."""
 
-    Attributes:
-        with_xla: The function that XLA compiles, if it does.
-    """
+    needs_seeds: bool
+    objective: Objective
+    loss_scale: LossScale | None
+    virtual_replicas: int
+    _is_subclass: bool  # Of Learner.
+    _with_xla: tf.types.experimental.PolymorphicFunction | None = None
+    _may_stop_compiling = False
+    _new_state: dict[int, tf.Tensor] | None = None
 
-    def __init__(
-        self, learner: "Learner", variables: ModelVariables, *, micro_batches: int
-    ) -> None:
-        self._learner, self._variables = learner, variables
-        self._micro_batches = micro_batches
-        self.with_xla: tf.types.experimental.PolymorphicFunction | None = None
-        self._may_stop_compiling = False
-        self._new: dict[int, tf.Tensor] | None = None
+    def compile_with_xla(self, *, is_optional: bool = False) -> None:
+        """Has XLA compile gradients and, if no method is overridden, updates and evaluations.
 
-    def compile_with_xla(self, *, is_optional: bool) -> None:
-        """Has XLA compile the gradient; if `is_optional`, `stop_compiling` may end it."""
-        self.with_xla = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
+        Called before the first step. If `is_optional`, `stop_compiling` may end it.
+        """
+        self._with_xla = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
         self._may_stop_compiling = is_optional
 
     def stop_compiling(self, error: tf.errors.OpError) -> bool:
         """Returns True if `error` says that XLA cannot compile, and it need not: try again."""
-        if not self._may_stop_compiling or not is_of_xla(error):
+        reason = reason_of_xla(error)
+        if not self._may_stop_compiling or not reason:
             return False
-        self.with_xla, self._may_stop_compiling = None, False
-        log.warning(
-            "XLA is not used: %s With --config.jit_compile=False it is not tried.",
-            described(error),
-        )
+        self._with_xla, self._may_stop_compiling = None, False
+        log.warning("XLA is not used: %s With --config.jit_compile=False it is not tried.", reason)
         return True
 
+    @property
+    def compiles(self) -> bool:
+        """True if XLA may compile all that a replica computes in a step, not only the gradient.
+
+        Methods of a subclass may have ops that XLA lacks; and XLA merges operations, so that bits
+        depend on what it compiles together.
+        """
+        return self._with_xla is not None and not self._is_subclass and not self.virtual_replicas
+
+    def forward(self, inputs: Batch, seeds: tf.Tensor | None = None, *, training: bool) -> Batch:
+        """Returns the model's outputs. Random layers draw from `seeds`, int32 [B, 2]."""
+        begin_counting()
+        with drawing(seeds):
+            return self.model(inputs, training=training)
+
+    @no_autograph
+    def gradients(self, batch: Batch, *, training: bool = True) -> tuple[list[Tensor], tf.Tensor]:
+        """Returns this replica's part of the gradient, and the metric totals of its examples.
+
+        `batch` is (inputs, labels), each of B examples; then their weights, if `parse` returns
+        some; then their seeds, int32 [B, 2], if `needs_seeds`. There is a gradient for each of
+        `variables`, None where the loss does not depend on it. The totals are float64 [num_totals].
+
+        Raises ValueError, while tracing, if the loss or a metric is not one value per example.
+        """
+        return self.gradients_at(batch, None, training=training)
+
+    @property
+    def gradient_inputs(self) -> Sequence[tf.Variable]:
+        """The variables that `gradients_at` needs; empty if a subclass overrides `gradients`."""
+        return () if self.overrides_gradients else self._forward_inputs
+
+    @property
+    def overrides_gradients(self) -> bool:
+        """True if a subclass overrides `gradients`, so it reads the variables itself."""
+        return type(self).gradients is not Differentiation.gradients
+
     @contextlib.contextmanager
-    def keeping_state(self) -> Iterator[dict[int, tf.Tensor]]:
-        """Inside, new values of the inputs are collected by their index, and not assigned."""
-        self._new = {}
-        yield self._new
-        self._new = None
+    def keeping_state(self) -> Iterator[Mapping[int, tf.Tensor]]:
+        """Inside, `gradients_at` changes no variable.
 
+        The mapping gets what they would be, by the index in `gradient_inputs`.
+        """
+        self._new_state = {}
+        yield self._new_state
+        self._new_state = None
+
+    @no_autograph
     def gradients_at(
-        self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Returns the gradients and totals of `batch`, as `Learner.gradients`.
+        self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool = True
+    ) -> tuple[list[Tensor], tf.Tensor]:
+        """Returns `gradients(batch)` at `values`, which were read from `gradient_inputs`.
 
-        At `values` of the `inputs` of the model's variables; None reads the variables.
+        None reads the variables.
         """
         values = None if values is None else list(values)
-        num_parts = self._micro_batches
+        num_parts = self._step_options.micro_batches
         part = part_of_batch(batch, 0, num_parts)
         gradients, totals = self._differentiate_and_assign(part, training, values)
         for i in range(1, num_parts):
@@ -90,46 +127,55 @@ class Differentiation:
 
     def _differentiate_and_assign(
         self, batch: Batch, training: bool, values: list[tf.Tensor] | None
-    ) -> tuple[list[Gradient], tf.Tensor]:
+    ) -> tuple[list[Tensor], tf.Tensor]:
         """Differentiates, and assigns what the forward pass updates: batch statistics, for example.
 
         If there are `values`, updates them too: the next micro-batch starts from them.
         """
-        loss_scale = self._learner.loss_scale
-        scale = loss_scale.read() if loss_scale else None
-        if self.with_xla is not None:
-            read = values or [tf.convert_to_tensor(variable) for variable in self._variables.inputs]
-            gradients, totals, updates = self.with_xla(batch, training, read, scale)
+        scale = self.loss_scale.read() if self.loss_scale else None
+        if self._with_xla is not None:
+            read = values or [tf.convert_to_tensor(variable) for variable in self._forward_inputs]
+            gradients, totals, updates = self._with_xla(batch, training, read, scale)
         elif values is not None:
             gradients, totals, updates = self._differentiate_at(batch, training, values, scale)
         else:
-            return self._differentiate(batch, training, self._variables.trained, scale)
+            return self._differentiate(batch, training, self.variables, scale)
         for key, value in updates.items():
             index = int(key)
-            if self._new is None:
-                self._variables.inputs[index].assign(value)
+            if self._new_state is None:
+                self._forward_inputs[index].assign(value)
             else:
-                self._new[index] = value
+                self._new_state[index] = value
             if values is not None:
                 values[index] = value
         return gradients, totals
 
     def _differentiate_at(
         self, batch: Batch, training: bool, values: Sequence[tf.Tensor], scale: tf.Tensor | None
-    ) -> tuple[list[Gradient], tf.Tensor, dict[str, tf.Tensor]]:
+    ) -> tuple[list[Tensor], tf.Tensor, dict[str, tf.Tensor]]:
         """Returns `_differentiate` at `values`, without side effects.
 
         The third result is what the forward pass would assign, by the index of the variable.
         """
-        variables = self._variables.keras_inputs
-        parts = self._variables.trained[len(self._variables.dense) :]
-        with self._variables.assigning_nothing(values) as scope:
+        variables, parts = self._keras_inputs, self.variables[self.num_dense :]
+        with self._assigning_nothing(values) as scope:
             before = [scope.get_current_value(variable) for variable in variables]
-            sources = [*values[: len(self._variables.dense)], *parts]
+            sources = [*values[: self.num_dense], *parts]
             gradients, totals = self._differentiate(batch, training, sources, scale)
             after = [scope.get_current_value(variable) for variable in variables]
         pairs = enumerate(zip(before, after, strict=True))
         return gradients, totals, {str(i): new for i, (old, new) in pairs if new is not old}
+
+    def _assigning_nothing(self, values: Sequence[tf.Tensor]) -> keras.StatelessScope:
+        """A scope in which the first inputs have `values`, and assignments have no effect.
+
+        A loss of the model may add Keras' penalties: then the others have their present values in
+        the scope, too.
+        """
+        if self.objective.has_model_loss:
+            values = [*values, *map(tf.convert_to_tensor, self._forward_inputs[len(values) :])]
+        mapping = list(zip(self._keras_inputs, values, strict=False))
+        return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
 
     def _differentiate(
         self,
@@ -137,19 +183,36 @@ class Differentiation:
         training: bool,
         sources: Sequence[tf.Variable | tf.Tensor],
         scale: tf.Tensor | None,
-    ) -> tuple[list[Gradient], tf.Tensor]:
+    ) -> tuple[list[Tensor], tf.Tensor]:
         """Returns the gradient with respect to `sources`, variables or values, and totals."""
-        learner, objective = self._learner, self._learner.objective
         inputs, labels, *others = batch
-        seeds = [others.pop()] if learner.needs_seeds and others else []
-        weights = objective.weights_of(labels, others[0] if others else None)
+        seeds = [others.pop()] if self.needs_seeds and others else []
+        weights = self.objective.weights_of(labels, others[0] if others else None)
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            outputs = learner.forward(inputs, *seeds, training=training)
-            losses = objective.losses(labels, outputs, weights, inputs=inputs, training=training)
-            loss, losses = objective.with_penalties(losses)
+            outputs = self.forward(inputs, *seeds, training=training)
+            losses = self.objective.losses(
+                labels, outputs, weights, inputs=inputs, training=training
+            )
+            loss, losses = self.objective.with_penalties(losses)
             scaled = loss if scale is None else loss * scale
         gradients = tape.gradient(scaled, sources)
         if scale is not None:
             gradients = unscaled(gradients, scale)
-        return gradients, learner.measure(labels, outputs, losses, weights=weights)
+        return gradients, self.measure(labels, outputs, losses, weights=weights)
+
+    @no_autograph
+    def measure(
+        self,
+        labels: Batch,
+        outputs: Batch,
+        losses: tf.Tensor,
+        counts: tf.Tensor | None = None,
+        *,
+        weights: Batch | None = None,
+    ) -> tf.Tensor:
+        """Returns the totals of `losses`, [B], and of each metric: float64 [num_totals].
+
+        Examples of which `counts` is 0 do not count. `weights` are those of the examples.
+        """
+        return self.objective.measure(labels, outputs, losses, counts, weights)

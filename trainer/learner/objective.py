@@ -21,7 +21,7 @@ import tensorflow as tf
 from data.system.compat.autograph import autograph, no_autograph
 from strategies.base import Batch
 from strategies.metrics import Metrics
-from trainer.embeddings.counting import lookups_of
+from trainer.embeddings.base import lookups_of
 from trainer.learner.variables import ModelVariables
 from trainer.step.keras_losses import KerasLoss, ModelLoss, class_weights, output_names, weighted
 from trainer.step.keras_metrics import KerasMetrics
@@ -58,9 +58,9 @@ class Objective:
         self._class_weight, self._penalty = options.class_weight, options.penalty
         self._penalised: list[keras.Variable] = []
         if options.penalty.l1 or options.penalty.l2:
-            paths = [variable.path for variable in variables.dense]
+            paths = [variable.path for variable in variables.dense_variables]
             found = matching("penalty.variables", options.penalty.variables, paths)
-            self._penalised = list(itertools.compress(variables.dense, found))
+            self._penalised = list(itertools.compress(variables.dense_variables, found))
 
     @no_autograph
     def build_metrics(self, labels: Batch, outputs: Batch) -> None:

@@ -1,34 +1,29 @@
 """The change of the variables by summed gradients, and the count of the step.
 
-    update = Update(optimizer, variables, Options(), None, None)
-    count = update.apply(summed, compiles=False)        # in replica context
-    update.state                                        # averages, loss scale: for a checkpoint
+    count = learner.apply(summed)       # in replica context
+    learner.state                       # averages, loss scale: for a checkpoint
 
 The order is fixed: finite check (float16); clipping; learning rate; then for each variable weight
 decay, the optimizer's update, the constraint, the moving average.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from data.system.compat.autograph import autograph
+from data.system.compat.autograph import autograph, no_autograph
 from data.system.compat.keras_optimizers import given_rate
-from strategies.base import read_now
-from trainer.embeddings.table import Rows
-from trainer.learner.variables import ModelVariables
+from strategies.base import Tensor, read_now
+from trainer.embeddings.table import FixedTable, Rows
+from trainer.learner.differentiation import Differentiation
 from trainer.step.fused_updates import Update as FusedUpdate
 from trainer.step.fused_updates import fused_update, supports
-from trainer.step.gradients import Gradient, clip_gradients, to_dense
 from trainer.step.loss_scale import LossScale, all_finite
-from trainer.step.options import Options, matching
+from trainer.step.options import ClipConfig, matching
 from trainer.step.schedules import RateFactor
-
-# (index, variable, dense gradient, learning rate): changes the variable.
-ChangeVariable: TypeAlias = Callable[[int, tf.Variable, tf.Tensor, tf.Tensor], None]
 
 
 class _Now(NamedTuple):
@@ -41,84 +36,86 @@ class _Now(NamedTuple):
     is_finite: tf.Tensor | None
 
 
-class Update:
-    """Changes the variables of a learner.
+class Update(Differentiation):
+    """The part of a Learner that changes the variables.
 
     Attributes:
         averages: Exponential moving averages (EMA) of the variables, in their order; empty without
             `options.ema`.
-        loss_scale: The scale of the loss if the model computes in float16, else None.
     """
 
-    def __init__(
-        self,
-        optimizer: keras.Optimizer,
-        variables: ModelVariables,
-        options: Options,
-        rate_factor: RateFactor | None,
-        change_variable: ChangeVariable | None,
-    ) -> None:
-        """Creates the averages and the loss scale; called after `optimizer` was built.
+    optimizer: keras.Optimizer
+    step: tf.Variable
 
-        `change_variable` replaces the update of the optimizer.
+    def _start_update(self, rate_factor: RateFactor | None) -> None:
+        """Creates the averages and the loss scale; called after the optimizer was built.
 
         Raises ConfigError if `options.weight_decay.exclude` matches no variable.
         """
-        self._optimizer, self._step = optimizer, optimizer.iterations.value
-        self._variables, self._options = variables, options
-        self._change_variable, self._rate_factor = change_variable, rate_factor
-        self._is_decayed = [options.weight_decay.rate > 0] * len(variables.dense)
+        options, self._rate_factor = self._step_options, rate_factor
+        self._is_decayed = [options.weight_decay.rate > 0] * len(self.dense_variables)
         if exclude := options.weight_decay.exclude:
-            paths = [variable.path for variable in variables.dense]
+            paths = [variable.path for variable in self.dense_variables]
             found = matching("weight_decay.exclude", exclude, paths)
             self._is_decayed = [not is_excluded for is_excluded in found]
         self.averages: list[tf.Variable] = []
         if options.ema.decay:
-            self.averages = [_average_of(variable) for variable in variables.trained]
-        self.loss_scale = LossScale(options.loss_scale) if variables.is_float16 else None
+            self.averages = [_average_of(variable) for variable in self.variables]
+        self.loss_scale = LossScale(options.loss_scale) if self._is_float16 else None
 
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
-        """As `Learner.state`."""
-        slots = self._variables.table_slots
+        """Variables, in named lists, that belong to neither the model nor the optimizer."""
+        tables = [layer.table for layer in self.tables if isinstance(layer.table, FixedTable)]
+        slots = [slot for table in tables for slot in table.slots]
         return {
             **({"averages": self.averages} if self.averages else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
             **({"table_slots": slots} if slots else {}),
         }
 
-    def rate(self, step: tf.Tensor) -> tf.Tensor:
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._rate_after(tf.convert_to_tensor(self.step)).numpy())
+
+    def _rate_after(self, step: tf.Tensor) -> tf.Tensor:
         """Returns the learning rate after `step` steps."""
-        rate = given_rate(self._optimizer)
+        rate = given_rate(self.optimizer)
         if isinstance(rate, keras.Variable):
             rate = read_now(rate.value)
         elif isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             rate = rate(step)
         else:  # A function without arguments.
-            rate = self._optimizer.learning_rate
+            rate = self.optimizer.learning_rate
         return rate if self._rate_factor is None else rate * self._rate_factor(step)
 
-    def apply(self, gradients: Sequence[Gradient], *, compiles: bool) -> tf.Tensor:
-        """Changes the variables, and counts the step, as `Learner.apply`.
+    @no_autograph
+    def apply(self, gradients: Sequence[Tensor]) -> tf.Tensor:
+        """Changes the variables by `gradients`, summed over replicas, and counts the step.
 
-        `compiles` lets XLA compile the changes, where it can.
+        Returns the new count; under asynchronous ps other workers may have counted too. Called in
+        replica context. Keras' `optimizer.apply` is not used: it would sum over replicas again,
+        clip before that sum, and lose counts under ps. `update_step` is Keras' public extension
+        point for the formula alone; fused_updates.py has some of them as one op.
         """
         # On the device of the counter, so that a ps task needs no tensor of the worker.
-        with tf.device(self._step.device):
-            step = read_now(self._step)
-            rate = self.rate(step)
+        with tf.device(self.step.device):
+            step = read_now(self.step)
+            rate = self._rate_after(step)
             factor = None if self._rate_factor is None else self._rate_factor(step)
-            fused = None if self._change_variable else fused_update(self._optimizer, step)
+            is_overridden = type(self).change_variable is not Update.change_variable
+            fused = None if is_overridden else fused_update(self.optimizer, step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        changing = [self._variables.trained[index] for index in present]
-        summed: Sequence[Gradient] = [gradients[index] for index in present]
+        changing = [self.variables[index] for index in present]
+        summed: Sequence[Tensor] = [gradients[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
         now = _Now(step, rate, factor, fused, is_finite)
-        compiles = compiles and bool(summed) and self._can_compile
+        compiles = self.compiles and bool(summed) and self._can_compile
         if not compiles:
-            summed = clip_gradients(summed, changing, self._options.clip)
+            summed = _clipped(summed, changing, self._step_options.clip)
 
-        def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
+        def change_all(strategy: tf.distribute.Strategy, *changes: Tensor) -> list[tf.Tensor]:
             if compiles:  # Then there are no tables.
                 change = functools.partial(self._change_compiled, now, present)
                 arguments = changing, list(changes)
@@ -135,9 +132,9 @@ class Update:
         context = tf.distribute.get_replica_context()
         changed = context.merge_call(change_all, args=tuple(summed))
         # Counted last: a task that reads the new count also reads the new variables.
-        with tf.control_dependencies(tf.nest.flatten(changed)), tf.device(self._step.device):
+        with tf.control_dependencies(tf.nest.flatten(changed)), tf.device(self.step.device):
             # keras.Variable.assign_add reads, then writes: two workers would lose counts.
-            return self._step.assign_add(1)
+            return self.step.assign_add(1)
 
     @property
     def _can_compile(self) -> bool:
@@ -148,21 +145,21 @@ class Update:
         equal to the last bit.
         """
         is_one_process = isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)
-        is_of_keras = type(self._optimizer).__module__.startswith("keras.")
-        has_constraint = any(v.constraint is not None for v in self._variables.dense)
+        is_of_keras = type(self.optimizer).__module__.startswith("keras.")
+        has_constraint = any(v.constraint is not None for v in self.dense_variables)
         return is_one_process and is_of_keras and not has_constraint
 
     def _change_copies(
-        self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Gradient
+        self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Tensor
     ) -> Sequence[tf.Tensor]:
         """Changes all copies of a variable; returns tensors that are computed after that."""
-        place = index - len(self._variables.dense)
+        place = index - self.num_dense
         if place >= 0:  # A table, which all replicas of this process share.
-            part = self._variables.table_parts[place]
+            part = self._table_parts[place]
             first, *_ = strategy.experimental_local_results(gradient)
             return [part.change(first, now.rate, now.step, factor=now.factor)]
-        variable = self._variables.trained[index]
-        change = functools.partial(self._change, now)
+        variable = self.variables[index]
+        change = functools.partial(self._change_if_finite, now)
         changed: Sequence[tf.Tensor]
         changed = strategy.extended.update(variable, change, (gradient, index), group=False)
         return changed
@@ -173,49 +170,55 @@ class Update:
         present: Sequence[int],
         _: tf.Variable,
         copies: Sequence[tf.Variable],
-        changes: Sequence[Gradient],
+        changes: Sequence[Tensor],
     ) -> list[tf.Tensor]:
         """Changes the copies of all variables on one device, in one program of XLA."""
 
-        def change_each(changes: Sequence[Gradient]) -> list[tf.Tensor]:
-            clipped = clip_gradients(changes, copies, self._options.clip)
-            return list(map(functools.partial(self._change, now), copies, clipped, present))
+        def change_each(changes: Sequence[Tensor]) -> list[tf.Tensor]:
+            clipped = _clipped(changes, copies, self._step_options.clip)
+            return list(
+                map(functools.partial(self._change_if_finite, now), copies, clipped, present)
+            )
 
         return list(tf.function(change_each, jit_compile=True, autograph=False)(changes))
 
-    def _change(
-        self, now: _Now, variable: tf.Variable, gradient: Gradient, index: int
+    def _change_if_finite(
+        self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int
     ) -> tf.Tensor:
         """Changes one copy of a dense variable, if all gradients are finite; returns its value."""
+        change = functools.partial(self._change_finite, now, variable, gradient, index)
         if now.is_finite is not None:
-            return tf.cond(
-                now.is_finite,
-                lambda: self._change_finite(now, variable, gradient, index),
-                lambda: read_now(variable),
-            )
+            return tf.cond(now.is_finite, change, lambda: read_now(variable))
         # Nothing changes before the gradient is there: a step whose sums fail, or whose worker
         # dies, must leave no weight decay either.
         with tf.control_dependencies(tf.nest.flatten(gradient, expand_composites=True)):
-            return self._change_finite(now, variable, gradient, index)
+            return change()
 
     def _change_finite(
-        self, now: _Now, variable: tf.Variable, gradient: Gradient, index: int
+        self, now: _Now, variable: tf.Variable, gradient: Tensor, index: int
     ) -> tf.Tensor:
         if self._is_decayed[index]:
-            decay = tf.cast(now.rate * self._options.weight_decay.rate, variable.dtype)
+            decay = tf.cast(now.rate * self._step_options.weight_decay.rate, variable.dtype)
             variable.assign_sub(decay * read_now(variable))
-        gradient = to_dense(gradient, variable)
-        if self._change_variable is not None:
-            autograph(self._change_variable)(index, variable, gradient, now.rate)
-        elif now.fused is not None and supports(variable, gradient):
+        gradient = _to_dense(gradient, variable)
+        if now.fused is not None and supports(variable, gradient):
             now.fused(variable, gradient, now.rate)
         else:
-            self._optimizer.update_step(gradient, variable, now.rate)
-        if (constraint := self._variables.dense[index].constraint) is not None:
+            autograph(self.change_variable)(index, variable, gradient, now.rate)
+        if (constraint := self.dense_variables[index].constraint) is not None:
             variable.assign(constraint(read_now(variable)))
         if self.averages:
             self._update_average(index, variable, now.step)
         return read_now(variable)
+
+    def change_variable(
+        self, index: int, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor
+    ) -> None:
+        """Applies the optimizer to one copy of `self.variables[index]`. `gradient` is dense.
+
+        If no class overrides it, SGD and Adam use one fused op in its place (fused_updates.py).
+        """
+        self.optimizer.update_step(gradient, variable, rate)
 
     def _update_average(self, index: int, variable: tf.Variable, step: tf.Tensor) -> None:
         """Sets average <- decay * average + (1 - decay) * variable, after a change of the variable.
@@ -223,7 +226,7 @@ class Update:
         It is one addition, so concurrent updates by asynchronous workers are all counted. With
         warm-up the decay is that of TensorFlow 1's ExponentialMovingAverage(decay, num_updates=t).
         """
-        ema = self._options.ema
+        ema = self._step_options.ema
         decay = tf.constant(ema.decay, tf.float32)
         if ema.warmup:
             done = tf.cast(step, tf.float32)
@@ -239,3 +242,34 @@ def _average_of(variable: tf.Variable) -> tf.Variable:
     """A variable for the average of `variable`: on its device, with its value."""
     with tf.distribute.get_strategy().extended.colocate_vars_with(variable):
         return tf.Variable(variable.read_value(), trainable=False, name="average")
+
+
+def _to_dense(gradient: Tensor, variable: tf.Variable) -> tf.Tensor:
+    """Returns `gradient` with the shape of `variable`: rows with the same index are summed."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = gradient.values
+    with tf.device(rows.device):
+        return tf.math.unsorted_segment_sum(rows, gradient.indices, variable.shape[0])
+
+
+def _clipped(
+    gradients: Sequence[Tensor], variables: Sequence[tf.Variable], clip: ClipConfig
+) -> Sequence[Tensor]:
+    """Clips the `gradients` of `variables`, none of which is None, as ClipConfig says."""
+    if not (clip.value or clip.norm or clip.global_norm):
+        return gradients
+    # Dense first: rows with the same index are one row, which has their sum.
+    dense = [_to_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
+    if clip.global_norm:
+        clipped, _ = tf.clip_by_global_norm(dense, clip.global_norm)
+        return list(clipped)
+    clipped = []
+    for gradient in dense:
+        with tf.device(gradient.device):  # It may be on another task.
+            if clip.value:
+                gradient = tf.clip_by_value(gradient, -clip.value, clip.value)
+            else:
+                gradient = tf.clip_by_norm(gradient, clip.norm)
+        clipped.append(gradient)
+    return clipped

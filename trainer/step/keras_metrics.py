@@ -149,20 +149,17 @@ class KerasMetrics:
         """Raises ConfigError if the state of a metric is not a sum over these examples."""
         middle = tf.nest.flatten(outputs)[0].shape[0] // 2
 
-        def changes(start: list[Any], part: slice) -> list[Any]:
+        def after(start: list[Any], part: slice) -> list[Any]:
             examples = tf.nest.map_structure(lambda t: t[part], (labels, outputs))
-            after = self._metrics.stateless_update_state(start, *examples, self._ones(examples[1]))
-            return [np.asarray(new) - old for new, old in zip(after, self._initial, strict=True)]
+            states = self._metrics.stateless_update_state(start, *examples, self._ones(examples[1]))
+            return list(map(np.asarray, states))
 
-        first = changes(self._initial, slice(middle))
-        second = changes(self._initial, slice(middle, None))
-        after_first = [
-            (part + change).astype(part.dtype)
-            for part, change in zip(self._initial, first, strict=True)
-        ]
-        both = changes(after_first, slice(middle, None))
+        first = after(self._initial, slice(middle))
+        second = after(self._initial, slice(middle, None))
+        both = after(first, slice(middle, None))
         names = [metric.name for metric in self._metrics.metrics for _ in metric.variables]
-        for name, one, other, joint in zip(names, first, second, both, strict=True):
+        for name, start, *states in zip(names, self._initial, first, second, both, strict=True):
+            one, other, joint = (state - start for state in states)
             if not np.allclose(joint, one + other, rtol=_TOLERANCE):
                 raise ConfigError(
                     f"Metric {name!r} keeps a state that is no sum over examples, as a maximum is "

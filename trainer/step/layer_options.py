@@ -45,21 +45,14 @@ _TABLE: Sequence[_Row] = (
     ),
     _Row(
         lambda layer: getattr(layer, "synchronized", False),
-        lambda use: use.config.jit_compile is True,
-        "is synchronized=True: it communicates with other replicas, but config.jit_compile=True "
-        "compiles each replica alone. Leave one of them out.",
-    ),
-    _Row(
-        lambda layer: getattr(layer, "synchronized", False),
-        lambda use: use.config.local_steps.chosen != "",
-        "is synchronized=True: it communicates in each step, but with config.local_steps replicas "
-        "train alone. Leave one of them out.",
-    ),
-    _Row(
-        lambda layer: getattr(layer, "synchronized", False),
-        lambda use: use.config.virtual_replicas > 0,
-        "is synchronized=True: it communicates with other replicas, but with "
-        "config.virtual_replicas each part of a batch is computed alone. Leave one of them out.",
+        lambda use: (
+            use.config.jit_compile is True
+            or use.config.local_steps.chosen != ""
+            or use.config.virtual_replicas > 0
+        ),
+        "is synchronized=True: it communicates with other replicas in each step, but with "
+        "config.jit_compile=True, config.local_steps and config.virtual_replicas each computes "
+        "alone. Leave synchronized, or these options, out.",
     ),
     _Row(
         lambda layer: any(v.aggregation != "none" for v in own(layer, "non_trainable_variables")),

@@ -17,8 +17,7 @@ import keras
 import tensorflow as tf
 
 from data.system.compat.keras_layers import all_layers
-from strategies.base import read_now
-from trainer.step.gradients import Gradient
+from strategies.base import Tensor, read_now
 from trainer.step.optimizers import OptimizerError
 from trainer.step.options import LossScaleConfig
 
@@ -105,7 +104,7 @@ def computes_in_float16(model: keras.Model) -> bool:
     return any(layer.compute_dtype == "float16" for layer in all_layers(model))
 
 
-def unscaled(gradients: Sequence[Gradient], scale: tf.Tensor) -> list[Gradient]:
+def unscaled(gradients: Sequence[Tensor], scale: tf.Tensor) -> list[Tensor]:
     """Returns the `gradients` of a loss that was multiplied by `scale`, divided by it."""
     # The default scale is a power of two, so nothing is rounded.
     return [
@@ -113,7 +112,7 @@ def unscaled(gradients: Sequence[Gradient], scale: tf.Tensor) -> list[Gradient]:
     ]
 
 
-def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+def all_finite(gradients: Sequence[Tensor]) -> tf.Tensor:
     """Returns a bool scalar: True if no element of `gradients` is NaN or infinite."""
     are_finite = []
     for gradient in gradients:

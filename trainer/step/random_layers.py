@@ -63,13 +63,13 @@ class _Pass:
         num_words = math.prod(shape) // num_examples
         counts = tf.cast(tf.range((num_words + 1) // 2), tf.uint64)
         # One generator per example.
-        pairs = split_mix(states[:, tf.newaxis] + counts * _uint64(GAMMA))
+        pairs = split_mix(states[:, tf.newaxis] + counts * uint64(GAMMA))
         words = tf.reshape(tf.bitcast(pairs, tf.uint32), [num_examples, -1])
         return tf.reshape(words[:, :num_words], shape)
 
     def _states(self, layer: tuple[int, int]) -> tf.Tensor:
         """Returns one state per example for one draw of `layer`, uint64 [n]."""
-        key = _uint64(int(hash_words(*layer, self._draws[layer])[0]))
+        key = uint64(int(hash_words(*layer, self._draws[layer])[0]))
         self._draws[layer] += 1
         return split_mix(tf.bitwise.bitwise_xor(tf.bitcast(self._seeds, tf.uint64), key))
 
@@ -188,8 +188,9 @@ def _shape(inputs: tf.Tensor) -> list[int | tf.Tensor]:
 
 def split_mix(states: tf.Tensor) -> tf.Tensor:
     """Returns random bits for each of `states`, uint64."""
-    return finalized(states + _uint64(GAMMA), _uint64, tf.bitwise.right_shift)
+    return finalized(states + uint64(GAMMA), uint64, tf.bitwise.right_shift)
 
 
-def _uint64(value: int) -> tf.Tensor:
+def uint64(value: int) -> tf.Tensor:
+    """Returns `value` as a scalar."""
     return tf.constant(value, tf.uint64)
