@@ -227,8 +227,8 @@ class DiskReader:
         if not isinstance(parse, ExampleParse):
             return None
         try:
-            ranges, numbers = self._pieces.byte_ranges(self._reader.order, 0, 1, range(1))
-            (record, *_) = Windows(self._read_into).read(ranges).records(numbers.reshape(-1)[:1])
+            window = Windows(self._read_into).read(self._pieces.first_chunk())
+            (record,) = window.records(np.zeros(1, np.int64))
         except (DamagedError, OSError):
             return None  # `_blocks` meets the same fault, and TensorFlow's reader then names it.
         return find_layout(record, parse.columns)

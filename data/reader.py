@@ -87,8 +87,12 @@ class Reader:
         ours = (self.split.shard_lengths, self.split.chunk_examples)
         theirs = (self.order.shard_lengths, self.order.chunk_examples)
         if ours != theirs:
-            name, number = self.split.name, self.order.num_examples
-            raise DataError(f"An order of {number} records is not that of split {name!r}.")
+            raise DataError(
+                f"The order is over {self.order.num_examples} records in chunks of "
+                f"{self.order.chunk_examples}, but split {self.split.name!r} has "
+                f"{self.split.num_examples} in chunks of {self.split.chunk_examples}. "
+                "Build it with Order(split.shard_lengths, split.chunk_examples, ...)."
+            )
 
     @property
     def num_evaluation_batches(self) -> int:

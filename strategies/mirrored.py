@@ -52,7 +52,7 @@ class MirroredExecutor(Executor):
     ) -> None:
         """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way.
 
-        `process_index` is that of this process among those with replicas, all of the same number.
+        `process_index` counts the processes that train; each has the same number of replicas.
         """
         super().__init__(strategy, int(strategy.num_replicas_in_sync))
         self._compression = Compression(transfer.wire_dtype, self.num_replicas)

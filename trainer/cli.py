@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
 
         return supervise(recipe, cluster)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
-        from trainer.local.launching import keep_serving
+        from trainer.local.keep_serving import keep_serving
 
         return keep_serving(cluster.task, [*python_command("-m", "trainer"), *sys.argv[1:]])
     return _task(recipe, cluster, is_launched=is_launched)

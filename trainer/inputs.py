@@ -91,10 +91,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = Fals
     """
     config, data = recipe.config, recipe.config.data
     _prepare_if_missing(config)
-    opened, evaluation = (
-        open_evaluation(recipe, name, num_threads, copies_all=copies_all)
-        for name in (data.train_split, data.eval_split)
-    )
+    opened = open_evaluation(recipe, data.train_split, num_threads, copies_all=copies_all)
     order = dataclasses.replace(
         opened.order,
         batch_size=config.batch_size,
@@ -105,6 +102,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = Fals
     train = dataclasses.replace(
         opened, order=order, augment=recipe.augment, cache_bytes=data.cache_bytes
     )
+    evaluation = open_evaluation(recipe, data.eval_split, num_threads, copies_all=copies_all)
     skipped = {"train": train.split.num_skipped, "eval": evaluation.split.num_skipped}
     return Inputs(train, evaluation, skipped if data.on_corrupt == SKIP else None)
 

@@ -39,11 +39,11 @@ def import_extra(module: str, extra: str, what: str) -> ModuleType:
     """Imports `module` for `what`.
 
     Raises:
-        UsageError: it, or a package that it imports, is not installed.
+        UsageError: it, or a package that it imports, is not installed, or cannot be loaded.
     """
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise UsageError(missing(what, error.name or module, extra)) from None
 
 

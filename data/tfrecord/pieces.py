@@ -83,6 +83,12 @@ class Pieces:
         shift = range_begins + skip - (np.cumsum(reads.take) - reads.take)
         return ranges, reads.gather + np.repeat(shift, reads.take)[reads.gather]
 
+    def first_chunk(self) -> ByteRanges:
+        """The byte range of the first chunk of the first shard."""
+        num_records = min(self._split.chunk_examples, int(self._lengths[0]))
+        first, begins, ends = np.zeros(1, np.int64), self._chunk_begins[:1], self._chunk_ends[:1]
+        return ByteRanges(self.paths, first, begins, ends, num_records)
+
     @no_autograph
     def read(self, plan: dict[str, tf.Tensor]) -> tf.Tensor:
         """The records of all pieces of `plan`: string [sum(take)], each CRC checked.

@@ -146,7 +146,7 @@ def _refused(directory: Path, flags: Sequence[str], env: dict[str, str] | None =
 def test_mistakes_are_found_before_anything_starts(
     link: SlowLink, url: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "obstore.py").write_text("raise ModuleNotFoundError('not installed')\n")
+    (tmp_path / "obstore.py").write_text("raise ImportError('not installed')\n")
     run = _refused(tmp_path, [f"--model_dir={url}"], {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert_one_error(run, "needs the package obstore", "pip install")
     local_cluster = ["--strategy=multiworker", "--isolate=on", f"--data_dir={url}"]

@@ -70,21 +70,22 @@ def test_logs_deleted_during_the_run_are_made_anew_with_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = TaskLogs(tmp_path / "tasks")
-    paths = [logs.path(Task("worker", index)) for index in range(3)]
-    for path in paths:
-        logs.write(path, b"first\n")
+    opened = [logs.open(Task("worker", index)) for index in range(3)]
+    for log in opened:
+        log.write(b"first\n")
     assert len(list(logs.directory.iterdir())) == 3
     shutil.rmtree(logs.directory)
-    for path in paths:
-        logs.write(path, b"later, without line end")
-    logs.close()
-    for path in paths:
-        logs.write(path, b"=== worker, start 2\n", begins_line=True)
-    logs.close()
+    for log in opened:
+        log.write(b"later, without line end")
+        log.write(b"=== worker, start 2\n", begins_line=True)
+        log.close()
+    logs.append("restarts.jsonl", "{}")
     said = f"{logs.directory} was deleted, with earlier logs. It is made anew."
     assert capsys.readouterr().err.splitlines() == [said]
-    for path in paths:
-        assert path.read_text() == "later, without line end\n=== worker, start 2\n"
+    for index in range(3):
+        text = logs.path(Task("worker", index)).read_text()
+        assert text == "later, without line end\n=== worker, start 2\n"
+    assert (logs.directory / "restarts.jsonl").read_text() == "{}\n"
 
 
 def test_logs_that_cannot_be_written_are_reported_once_and_end_nothing(
@@ -92,9 +93,9 @@ def test_logs_that_cannot_be_written_are_reported_once_and_end_nothing(
 ) -> None:
     (tmp_path / "tasks").write_text("mine")
     logs = TaskLogs(tmp_path / "tasks")
-    for path in (logs.path(Task("worker", 0)), logs.path(Task("worker", 1))):
-        logs.write(path, b"a\n")
-        logs.write(path, b"b\n")
-    logs.close()
+    for log in (logs.open(Task("worker", 0)), logs.open(Task("worker", 1))):
+        log.write(b"a\n")
+        log.write(b"b\n")
+        log.close()
     assert capsys.readouterr().err.count("Lines are missing in") == 2
     assert (tmp_path / "tasks").read_text() == "mine"

@@ -93,7 +93,6 @@ def test_store_that_does_not_answer_is_unavailable_and_works_later(
 def test_store_of_tensorflow_that_does_not_answer_is_unavailable() -> None:
     code = """
 from data.system import files
-from data.system.errors import UsageError
 from data.system.object_store import UnavailableError
 for call in (files.exists, files.is_dir, files.names_in, files.read_text):
     try:

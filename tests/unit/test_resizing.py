@@ -1,5 +1,6 @@
 """The launcher of a local cluster whose number of workers changes, as tables."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,14 @@ def test_file_that_is_changed_back_meanwhile_changes_nothing(tmp_path: Path) -> 
     assert policy.on_exit(CHIEF, 75, Activity.IDLE) is Step.START
     assert workers_of(policy) == {2}
     assert not (tmp_path / "failures.jsonl").exists()
+
+
+def test_storage_that_does_not_answer_stops_nothing(tmp_path: Path) -> None:
+    policy = resizing(tmp_path)
+    os.mkfifo(policy.path)
+    assert [policy.look(Activity.RUNNING) for _ in range(3)] == [Step.NONE] * 3
+    policy.path.write_text("3")  # Ends when the read does.
+    assert policy.look(Activity.RUNNING) is Step.STOP_TOGETHER
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_full_disk_is_reported_once_and_reading_continues(
 
 
 @pytest.mark.slow
-def test_tensorflow_reads_complete(url: str, tmp_path: Path) -> None:
+def test_tensorflow_reads_complete_copies(url: str, tmp_path: Path) -> None:
     split = copied(upload(url, tmp_path), tmp_path)
     complete(split)
     assert split.copies is not None

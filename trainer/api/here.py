@@ -67,7 +67,7 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
 
     set_train_steps(recipe)
     model_dir = _model_dir(recipe)
-    if says_finished(recipe, model_dir, hides_gpus=False):
+    if says_finished(recipe, model_dir, hides_gpus=False, dashes=""):
         return result_in(model_dir)
     spec = dataclasses.replace(task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:

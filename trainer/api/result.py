@@ -138,7 +138,7 @@ class Result:
 
 
 def result_of(model_dir: str, exit_code: int, result: Result | None, message: str = "") -> Result:
-    """Returns `result`, unless its run has failed or stopped: then raises the error of that.
+    """Returns `result`, unless its run has failed or stopped: then raises its error.
 
     `message` is the error that the run has printed, if any.
     """

@@ -262,7 +262,8 @@ def _own(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
         if free is not None and free < needed and name == str(cluster.chief):
             text = (
                 f"the checkpoints of a run need {needed:,} bytes, and the disk of --model_dir has "
-                f"{free:,} free. Make room, or give another one, or --config.keep_checkpoints=1"
+                f"{free:,} free. Make room, or give --config.keep_checkpoints=1 or another "
+                "--model_dir"
             )
             yield name, text
 
@@ -299,7 +300,8 @@ def _memory(reports: Mapping[str, Json], _: Cluster) -> Iterator[_Fault]:
         if total > free:
             text = (
                 f"{' and '.join(names)} need {total:,} bytes of memory without activations, and "
-                f"their machine has {free:,} free. Give a smaller --batch_size, more --ps or memory"
+                f"their machine has {free:,} free. Give a smaller --batch_size, more --ps, or a "
+                "larger machine"
             )
             yield names[0], text
 

@@ -156,10 +156,12 @@ def set_train_steps(recipe: Recipe) -> None:
         recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
 
 
-def says_finished(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> bool:
+def says_finished(
+    recipe: Recipe, model_dir: str, *, hides_gpus: bool = True, dashes: str = "--"
+) -> bool:
     """Returns True, and prints the result, if the run in `model_dir` is finished.
 
-    `hides_gpus`: as of preflight.
+    `hides_gpus`: as of preflight. `dashes` precede the names of options: none in Python.
     """
     tf_setup.import_tensorflow()
     from trainer import preflight
@@ -173,7 +175,7 @@ def says_finished(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) ->
     measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
     print(
         f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "
-        "--train_steps; to train anew, give another --model_dir."
+        f"{dashes}train_steps; to train anew, give another {dashes}model_dir."
     )
     return True
 

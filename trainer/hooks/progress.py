@@ -45,7 +45,9 @@ def progress_writers(
     if listener:
         writers.append(MetricsPage(listener, model_dir, last_step))
     if os.environ.get(_URL):
-        writers.append(Background(KubeflowStatus(os.environ, last_step), "Kubeflow"))
+        status = KubeflowStatus(os.environ, last_step)
+        # The hooks behind it, such as the save of a run that is stopped, need time, too.
+        writers.append(Background(status, "Kubeflow", end_secs=_POST_SECS))
     return writers
 
 

@@ -97,9 +97,11 @@ class JsonLines(Writer):
 
     @override
     def begin(self, step: int) -> None:
-        # The steps after `step` will be repeated.
-        if num_damaged := self._drop_invalid_lines(step):
+        steps = [step_of(line, math.nan) for line in self._content().splitlines()]
+        if num_damaged := sum(map(math.isnan, steps)):
             log.warning("%s has %d damaged line(s), which are removed.", self._path, num_damaged)
+        # The steps after `step` will be repeated.
+        self._drop_invalid_lines(step)
 
     def read(self) -> Sequence[Values]:
         """Returns the reports so far, without a damaged one."""
@@ -117,22 +119,24 @@ class JsonLines(Writer):
             file.write(f"{line}\n")
         self._last_valid_step = None
 
-    def _drop_invalid_lines(self, last_valid_step: float) -> int:
-        """Removes damaged lines, and those of later steps; returns the number of damaged lines."""
+    def _drop_invalid_lines(self, last_valid_step: float) -> None:
         self._last_valid_step = last_valid_step
-        content = b""
-        if tf.io.gfile.exists(self._path):
-            with tf.io.gfile.GFile(self._path, "rb") as file:
-                content = file.read()
-        lines = [(line, step_of(line, math.nan)) for line in content.splitlines()]
+        content = self._content()
+        lines = content.splitlines()
         # NaN <= x is False for every x.
-        valid = b"".join(line + b"\n" for line, step in lines if step <= last_valid_step)
+        lines = [line for line in lines if step_of(line, math.nan) <= last_valid_step]
+        valid = b"".join(line + b"\n" for line in lines)
         if valid != content:
             with tf.io.gfile.GFile(f"{self._path}.tmp", "wb") as file:
                 file.write(valid)
             tf.io.gfile.rename(f"{self._path}.tmp", self._path, overwrite=True)
         self._last_valid_step = None
-        return sum(math.isnan(step) for _, step in lines)
+
+    def _content(self) -> bytes:
+        if not tf.io.gfile.exists(self._path):
+            return b""
+        with tf.io.gfile.GFile(self._path, "rb") as file:
+            return file.read()  # type: ignore[no-any-return]
 
 
 class TensorBoard(Writer):

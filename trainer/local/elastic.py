@@ -115,7 +115,8 @@ class ElasticPolicy(FixedPolicy):
             addresses = (self.membership.addresses[h] for h in sorted(self._sightings.others))
             raise ClusterError(
                 f"This run already trains on {', '.join(addresses)}, with other code or another "
-                "config. Start this host with the same command, config file and program."
+                "config. Start this host with the same command, config file and version of this "
+                "program."
             )
         # Launchers with another code or config have records: they may run, or be dead. A task that
         # is started now could connect to theirs, and both would end.

@@ -79,20 +79,30 @@ class Rules(NamedTuple):
 
 @dataclass
 class Sightings:
-    """The state of all hosts, as one launcher has seen it so far. Only its own clock counts."""
+    """The state of all hosts, as one launcher has seen it so far. Only its own clock counts.
+
+    Attributes:
+        identity: Of the record of host `own`.
+        saves_regularly: False if there are no checkpoints to wait for.
+        present: The hosts whose launchers run with the code and config of this one.
+        others: The hosts whose launchers run with another code or config.
+        core: The members of the group that can train together now.
+        away_secs: For each member, how long it has not been in `core`.
+        waiting: The present hosts that are not in the group.
+        ready: The waiting hosts that may join without another reason for a change.
+        left: The hosts whose launchers have ended themselves since the first snapshot.
+        is_done: True if a launcher has ended with 0 since the first snapshot: the run is complete.
+    """
 
     own: int
-    identity: str = ""  # Of the record of host `own`.
-    saves_regularly: bool = True  # False if there are no checkpoints to wait for.
-    # The hosts whose launchers run: with the code and config of this one, and with another.
+    identity: str = ""
+    saves_regularly: bool = True
     present: frozenset[int] = frozenset()
     others: frozenset[int] = frozenset()
-    core: frozenset[int] = frozenset()  # The members of the group that can train together now.
-    away_secs: dict[int, float] = field(default_factory=dict)  # Of members: not in `core`.
-    waiting: frozenset[int] = frozenset()  # The present hosts that are not in the group.
-    ready: frozenset[int] = frozenset()  # Of these, those that may join without another reason.
-    # Since the first snapshot: the hosts whose launchers have ended themselves; and if one of them
-    # has ended with 0, so that the run is complete.
+    core: frozenset[int] = frozenset()
+    away_secs: dict[int, float] = field(default_factory=dict)
+    waiting: frozenset[int] = frozenset()
+    ready: frozenset[int] = frozenset()
     left: frozenset[int] = frozenset()
     is_done: bool = False
 

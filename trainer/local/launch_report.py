@@ -91,7 +91,7 @@ def write_restart(restart: Restart, logs: TaskLogs) -> None:
     """Appends `restart` to restarts.jsonl."""
     again = [str(task) for task in restart.tasks]
     document = {"time": restart.when, "started_again": again, **restart.cause.document()}
-    logs.write(logs.directory / RESTARTS, f"{json.dumps(document)}\n".encode())
+    logs.append(RESTARTS, json.dumps(document))
 
 
 def print_summary(report: LaunchReport, logs: TaskLogs) -> None:

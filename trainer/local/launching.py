@@ -2,19 +2,15 @@
 
     exit_code = launch(recipe, view)                # --strategy=ps, without TF_CONFIG
     exit_code = supervise(recipe, cluster)          # --max_restarts or --min_workers
-    exit_code = keep_serving(cluster.task, command) # --keep_serving: one chief after another
 
-The first two run the checks in a fork, so that TensorFlow and its memory stay out of this process;
+Both first run the checks in a fork, so that TensorFlow and its memory stay out of this process;
 in this process only if it cannot fork.
 """
 
 import contextlib
-import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from data.system.cores import cpu_groups, num_cores
@@ -24,14 +20,14 @@ from strategies.cluster.tf_config import Cluster, Task
 from trainer import flags
 from trainer.config import ConfigError, Recipe
 from trainer.config_checks import check_replicas
-from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE, end_at_once
+from trainer.exit_codes import EXIT_RESTART, end_at_once
 from trainer.flags import checks, start
 from trainer.flags.continued import print_next
 from trainer.flags.start import READY, cluster_here
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
-from trainer.guards.signals import Repetitions, SignalThread, stop_signals
+from trainer.guards.signals import SignalThread, stop_signals
 from trainer.local.deaths import Restarts
 from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.fork_server import ForkServer
@@ -44,8 +40,6 @@ from trainer.local.task_logs import say
 from trainer.local.task_process import TARGET, TaskStarter
 from trainer.run_files import directory_of_logs, point_latest_to, progress_of
 from trainer.run_record.report_upload import uploading_reports
-
-_PAUSE_SECS = 1.0  # Before the next start of a server that is kept, because it may fail at once.
 
 
 def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) -> int:
@@ -285,46 +279,3 @@ def _namespace(network_needed: str) -> Namespace | None:
         )
     say(f"not isolated ({why_not}): hosts that reach these ports can run code in tasks.")
     return None
-
-
-def keep_serving(task: Task, command: Sequence[str]) -> int:
-    """Runs `command`, a server of `task`, repeatedly, until a signal ends this process.
-
-    The server runs in a child process, so no memory of one training is left in the next. Its chief
-    ends it when the training is done; if that chief was killed, the next one does.
-
-    Returns 75 after a signal, or the exit code after bad usage or a bug, which would happen again.
-    The first signal goes to the server, which has its chief save and end. A second signal, or any
-    while no server runs, ends this process and its server at once.
-    """
-    signals: list[int] = []
-    server: subprocess.Popen[bytes] | None = None
-    repetitions = Repetitions()
-
-    def on_signal(signum: int) -> None:
-        if repetitions.includes_now(signum):
-            return
-        signals.append(signum)
-        running = server  # Read once, because the main thread changes it.
-        if running is None or len(signals) > 1:
-            # The server ends, too: it watches this process.
-            name = signal.Signals(signum).name
-            with contextlib.suppress(OSError):  # Nobody may read it.
-                os.write(2, f"{name}: {task} and its server end at once.\n".encode())
-            os._exit(EXIT_RESTART)
-        running.send_signal(signum)
-
-    with SignalThread(stop_signals(), on_signal):
-        while True:
-            with ParentWatch() as parent_watch:
-                server = parent_watch.start(command)
-                code = server.wait()
-                server = None
-            if signals:
-                return EXIT_RESTART
-            if code in (EXIT_USAGE, EXIT_BUG):
-                return code
-            time.sleep(_PAUSE_SECS)
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            what = f"the server died: {how}" if code else "the chief is done"
-            say(f"{task}: {what}; starting a server for the next chief")

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _SET_FLAGS, _IS_UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP
-_FIRST_PORT = 10_000  # The kernel's range for outgoing connections begins at 32,768.
+_FIRST_PORT = 20_000  # The kernel's range for outgoing connections begins at 32,768.
 # -I -S: it needs only the standard library, and starts faster without the search for more.
 _PROGRAM = (sys.executable, "-I", "-S", os.path.abspath(__file__))
 

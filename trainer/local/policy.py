@@ -12,10 +12,12 @@ calls all methods in the main thread.
 import contextlib
 import enum
 from collections.abc import Collection
+from concurrent.futures import Future
 from pathlib import Path
 
 from typing_extensions import override
 
+from data.system.background import in_background
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_RESTART
 from trainer.local.deaths import ENDED_AS_ASKED, TaskEnd
@@ -23,6 +25,7 @@ from trainer.local.launch_report import write_resize
 from trainer.local.task_logs import say
 from trainer.run_files import MEMBERSHIP
 
+_READ_SECS = 0.1  # For the number of workers that is wanted.
 _NAME = "workers"  # In MEMBERSHIP: the file with the number of workers that a user wants.
 
 
@@ -100,6 +103,7 @@ class ResizingPolicy(FixedPolicy):
         self._cluster = cluster
         self._least, self._most = least, cluster.num("worker")
         self._refused = ""
+        self._reading: Future[int | None] | None = None
         self._is_resizing = False  # The chief was asked to end, because the number changes.
         self._resize(self.wanted() or self._most)
 
@@ -133,7 +137,13 @@ class ResizingPolicy(FixedPolicy):
 
     @override
     def look(self, activity: Activity) -> Step:
-        number = self.wanted()
+        # On a thread: storage that does not answer must not stop the supervisor.
+        self._reading = self._reading or in_background(self.wanted)
+        try:
+            number = self._reading.result(_READ_SECS)
+        except TimeoutError:
+            return Step.NONE
+        self._reading = None
         if self._is_resizing or activity is not Activity.RUNNING:
             return Step.NONE
         self._is_resizing = number not in (None, self._num_workers)

@@ -152,7 +152,8 @@ def _source(
         records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
     else:  # Without features, `records_of` refuses other files than those of records.
         needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())
-        labels += [name for name in needed if features and features[name].kind == "label"]
+        known = [name for name in needed if features and name in features]
+        labels += [name for name in known if features and features[name].kind == "label"]
         records = records_of(path, features, needed, labels)
     used = labels_used(features, parse) if features and describes_classes else []
     names = class_names(directory, used[0]) if len(used) == 1 else []
