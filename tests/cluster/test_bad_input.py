@@ -4,15 +4,17 @@ The cases are examples of each stage: more mistakes in flags are in tests/unit/t
 TF_CONFIG in test_tf_config.py, in fields of the config in test_config.py and test_options.py.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+import trainer
 from tests.cluster.runs import ROOT, Process, assert_one_error, snapshot
 
 LINEAR = "tests/cluster/configs/linear.py"
@@ -148,11 +150,6 @@ CASES = {
         ("recipe.py", "build_model"),
         recipe="from configs.digits import get_config\n",
     ),
-    "parse of one example": Case(
-        "--config={tmp}/recipe.py --data_dir={digits}",
-        ("recipe.py, line 6, in parse", "tf.io.parse_example"),
-        recipe=PARSE_OF_ONE,
-    ),
     "tensor at import": Case(
         f"{MULTI} --config={{tmp}}/recipe.py --data_dir={{digits}}",
         ("creates a tensor when it is imported (MEAN)",),
@@ -168,30 +165,7 @@ CASES = {
         ("'norm' of {tmp}/recipe.py is synchronized=True",),
         recipe=SYNCHRONIZED,
     ),
-    "unknown optimizer": Case(
-        "--config.optimizer=sdg --data_dir={digits}", ("sdg", "adam", "build_optimizer")
-    ),
-    "optimizer setting that would be ignored": Case(
-        "--config={tmp}/recipe.py --data_dir={digits}",
-        ("SGD", "gradient_accumulation_steps=4"),
-        recipe=ACCUMULATION,
-    ),
-    "unknown best metric": Case(
-        "--config.best_metric=acuracy --data_dir={digits}", ("acuracy", "loss, accuracy")
-    ),
     "missing data": Case(DATA, ("{tmp}/data",)),
-    "data directory without a split": Case(DATA, ("{tmp}/data", "train"), make=without_examples),
-    "data directory that is a file": Case(DATA, ("{tmp}/data",), make=not_a_directory),
-    "emptied shard": Case(DATA, ("{tmp}/data", "tfrecord", "0 bytes"), make=emptied),
-    "shard that was cut short": Case(DATA, ("tfrecord", "at byte", "cut short"), make=cut_short),
-    "corrupt record": Case(DATA, ("test.tfrecord", "record 0 at byte 0", "CRC"), make=corrupt),
-    "label that the features deny": Case(DATA, ("label", "[0, 9)"), make=one_label_less),
-    "label that the model has no output for": Case(
-        "--config={tmp}/recipe.py --data_dir={digits}", ("labels", "0 to 8"), recipe=NINE_CLASSES
-    ),
-    "features of another shape": Case(
-        "--config=configs/mnist_replica.py --data_dir={digits}", ("8, 8, 1", "28, 28")
-    ),
     "batch smaller than the replicas": Case(
         "--replicas=4 --batch_size=3 --data_dir={digits}", ("batch_size=3", "4 replicas")
     ),
@@ -227,36 +201,85 @@ CASES = {
         ("config.early_stopping", "evaluator"),
         tf_config=cluster_of({"worker": ["a:1"], "evaluator": ["b:1"]}),
     ),
+    "more GPUs than there are": Case("--num_gpus=7 --data_dir={digits}", ("--num_gpus=7",)),
+}
+
+# Found after TensorFlow is imported: `trainer.train` raises the message of the command.
+FOUND_HERE = {
+    "parse of one example": Case(
+        "--config={tmp}/recipe.py --data_dir={digits}",
+        ("recipe.py, line 6, in parse", "tf.io.parse_example"),
+        recipe=PARSE_OF_ONE,
+    ),
+    "unknown optimizer": Case(
+        "--config.optimizer=sdg --data_dir={digits}", ("sdg", "adam", "build_optimizer")
+    ),
+    "optimizer setting that would be ignored": Case(
+        "--config={tmp}/recipe.py --data_dir={digits}",
+        ("SGD", "gradient_accumulation_steps=4"),
+        recipe=ACCUMULATION,
+    ),
+    "unknown best metric": Case(
+        "--config.best_metric=acuracy --data_dir={digits}", ("acuracy", "loss, accuracy")
+    ),
+    "data directory without a split": Case(DATA, ("{tmp}/data", "train"), make=without_examples),
+    "data directory that is a file": Case(DATA, ("{tmp}/data",), make=not_a_directory),
+    "emptied shard": Case(DATA, ("{tmp}/data", "tfrecord", "0 bytes"), make=emptied),
+    "shard that was cut short": Case(DATA, ("tfrecord", "at byte", "cut short"), make=cut_short),
+    "corrupt record": Case(DATA, ("test.tfrecord", "record 0 at byte 0", "CRC"), make=corrupt),
+    "label that the features deny": Case(DATA, ("label", "[0, 9)"), make=one_label_less),
+    "label that the model has no output for": Case(
+        "--config={tmp}/recipe.py --data_dir={digits}", ("labels", "0 to 8"), recipe=NINE_CLASSES
+    ),
+    "features of another shape": Case(
+        "--config=configs/mnist_replica.py --data_dir={digits}", ("8, 8, 1", "28, 28")
+    ),
     "warm start from nothing": Case(
         "--data_dir={digits} --config.warm_start.path={tmp}/nothing",
         ("config.warm_start.path={tmp}/nothing", "checkpoints/step-*"),
     ),
-    "more GPUs than there are": Case("--num_gpus=7 --data_dir={digits}", ("--num_gpus=7",)),
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_bad_input_is_explained(case: Case, digits: Path, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def nothing_made_or_changed(case: Case, digits: Path, tmp_path: Path) -> Iterator[dict[str, Path]]:
+    """Arranges the files of `case`; gives what the names in its flags stand for."""
     case.make(tmp_path, digits)
     (tmp_path / "recipe.py").write_text(case.recipe)
     before = snapshot(tmp_path), snapshot(digits)
     was_there = (tmp_path / "run").exists()
-    names = {"tmp": tmp_path, "digits": digits}
-    model_dir = tmp_path / "run"
-    flags = (*case.flags.format(**names).split(), f"--model_dir={model_dir}")
-    env = {"TF_CONFIG": case.tf_config} if case.tf_config else {}
-
-    with Process(flags, model_dir, env=env) as process:
-        run = process.wait()
-
-    assert_one_error(run, *(part.format(**names) for part in case.named))
-    assert run.stdout == ""
-    assert model_dir.exists() == was_there
+    yield {"tmp": tmp_path, "digits": digits}
+    assert (tmp_path / "run").exists() == was_there
     after = snapshot(tmp_path), snapshot(digits)
     for former, latter in zip(before, after, strict=True):
         made = {name for name in latter.keys() - former.keys() if not name.endswith(".index.npz")}
         assert made == set()
         assert former.items() <= latter.items()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_bad_input_is_explained(case: Case, digits: Path, tmp_path: Path) -> None:
+    model_dir = tmp_path / "run"
+    env = {"TF_CONFIG": case.tf_config} if case.tf_config else {}
+    with nothing_made_or_changed(case, digits, tmp_path) as names:
+        flags = (*case.flags.format(**names).split(), f"--model_dir={model_dir}")
+        with Process(flags, model_dir, env=env) as process:
+            run = process.wait()
+    assert_one_error(run, *(part.format(**names) for part in case.named))
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize("case", FOUND_HERE.values(), ids=FOUND_HERE)
+def test_bad_data_and_code_are_explained(case: Case, digits: Path, tmp_path: Path) -> None:
+    with nothing_made_or_changed(case, digits, tmp_path) as names:
+        words = case.flags.format(**names).split()
+        given = dict(word.removeprefix("--").split("=") for word in words)
+        config = given.pop("config", "digits")
+        with pytest.raises(trainer.UsageError) as raised:
+            trainer.train(config, model_dir=tmp_path / "run", **given)
+    message = str(raised.value)
+    missing = [part for part in case.named if part.format(**names) not in message]
+    assert missing == [], message
 
 
 @pytest.mark.parametrize("words", ["--replicas=64", f"{MULTI} --workers=4", "--num_gpus=7"])
@@ -277,10 +300,8 @@ def test_callback_of_keras_as_a_hook_ends_the_run_before_its_first_step(
 ) -> None:
     (tmp_path / "recipe.py").write_text(CALLBACK)
     model_dir = tmp_path / "run"
-    flags = (f"--config={tmp_path}/recipe.py", f"--data_dir={digits}", f"--model_dir={model_dir}")
-    with Process(flags, model_dir) as process:
-        run = process.wait()
-    assert_one_error(run, "History", "build_callbacks")
+    with pytest.raises(trainer.UsageError, match=r"(?s)History.*build_callbacks"):
+        trainer.train(tmp_path / "recipe.py", data_dir=digits, model_dir=model_dir)
     assert not (model_dir / "metrics.jsonl").exists()
 
 
