@@ -30,6 +30,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+import trainer
 from strategies.cluster.ports import bind
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.checkpoints.tables import table_directories, table_values
@@ -82,6 +83,12 @@ TOPOLOGIES = {
             ("chief-0", "worker-0", "worker-1", "ps-0"),
         ),
         Topology(
+            "ps-sync-2+1",
+            "ps",
+            ("--workers=2", "--ps=1", "--sync_replicas", "--num_threads=1"),
+            ("chief-0", "worker-0", "worker-1", "ps-0"),
+        ),
+        Topology(
             "ps-sync-3+1",
             "ps",
             ("--workers=3", "--ps=1", "--sync_replicas", "--num_threads=1"),
@@ -89,7 +96,6 @@ TOPOLOGIES = {
         ),
     )
 }
-SYNCHRONOUS = [topology for name, topology in TOPOLOGIES.items() if name != "ps-2+1"]
 ONE_OF_EACH_STRATEGY = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-2+1")]
 
 
@@ -193,11 +199,28 @@ class Process:
         """This process and all its descendants, even if their parents have ended."""
         return _processes_where(lambda process: process.environ().get(_MARK) == self._mark)
 
+    def log(self, task: str) -> str:
+        """The log of a task, such as `worker 1`, of the local cluster of this process."""
+        path = self.model_dir / "tasks" / f"{task.replace(' ', '-')}.log"
+        return path.read_text() if path.exists() else ""
+
+    def starts(self, task: str) -> list[int]:
+        """The process ids of a task, in the order of its starts."""
+        found = re.findall(r"^=== .*, process (\d+), ", self.log(task), re.MULTILINE)
+        return [int(pid) for pid in found]
+
     def task(self, name: str) -> psutil.Process:
-        """The process of a task, such as `worker 1`, of the local cluster of this process."""
-        log = self.model_dir / "tasks" / f"{name.replace(' ', '-')}.log"
-        starts = re.findall(r"^=== .*, process (\d+), ", log.read_text(), re.MULTILINE)
-        return psutil.Process(int(starts[-1]))
+        """The newest process of a task."""
+        return psutil.Process(self.starts(name)[-1])
+
+    def resumes(self, task: str) -> list[int]:
+        """The steps from which a task has resumed."""
+        return steps_in(self.log(task), "resuming from step STEP")
+
+    def wait_for_resume(self, task: str, number: int = 1) -> int:
+        """Returns the step from which a task has resumed for the `number`-th time."""
+        self.wait_until(lambda: len(self.resumes(task)) >= number, f"resume {number} of {task}")
+        return self.resumes(task)[number - 1]
 
     def wait_for_family_to_end(self, timeout_secs: float = TIMEOUT_SECS) -> None:
         """Returns when all descendants of this process have ended; fails at the time limit."""
@@ -269,6 +292,12 @@ def train(
         run = process.wait(timeout_secs)
         assert run.exit_code == exit_code, process.output()
         return run
+
+
+def train_here(config: str, model_dir: Path, **arguments: object) -> Run:
+    """Trains one replica in this process: seconds less than a process that imports TensorFlow."""
+    result = trainer.train(config, model_dir=model_dir, **arguments)
+    return Run(result.exit_code or 0, "", "", model_dir)
 
 
 @contextlib.contextmanager
@@ -404,6 +433,12 @@ def read_metrics(model_dir: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def steps_in(text: str, message: str) -> list[int]:
+    """The numbers in place of STEP in each such message, which is a regular expression."""
+    found = re.findall(message.replace("STEP", r"([\d,]+)"), text)
+    return [int(step.replace(",", "")) for step in found]
 
 
 def histograms(model_dir: Path) -> dict[str, list[int]]:

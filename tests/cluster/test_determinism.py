@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.runs import (
-    SYNCHRONOUS,
     TOPOLOGIES,
     Run,
     Topology,
@@ -15,6 +14,7 @@ from tests.cluster.runs import (
     start,
     topologies,
     train,
+    train_here,
 )
 
 RESUMED = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-sync-3+1")]
@@ -30,48 +30,33 @@ OPTIONS = (
     "--config.schedule.warmup_steps=150",
     "--config.weight_decay.rate=0.01",
 )
+SLOW = "tests/cluster/configs/slow.py"  # It has dropout.
+AUGMENTED = "tests/cluster/configs/augmented.py"
 QUICKLY = "--config.pause_secs=0"
 
 
-def test_order_and_seed_change_the_weights_and_the_strategy_does_not(
-    digits: Path, tmp_path: Path
-) -> None:
-    flags = (
-        "--config=tests/cluster/configs/slow.py",  # It has dropout.
-        QUICKLY,
-        f"--data_dir={digits}",
-        "--config.optimizer=sgd",
-        "--learning_rate=0.1",
-        "--train_steps=50",
-        "--config.checkpoint_every_steps=25",
-        "--config.export=False",
-    )
-    alone = train(SYNCHRONOUS[0], tmp_path / "alone", *flags)
-    shared = train(SYNCHRONOUS[-1], tmp_path / "shared", *flags)
-    in_order = train(SYNCHRONOUS[0], tmp_path / "order", *flags, "--config.data.shuffle=False")
-    seeded = train(SYNCHRONOUS[0], tmp_path / "seeded", *flags, "--config.seed=1")
+def test_order_and_seed_change_the_weights(digits: Path, tmp_path: Path) -> None:
+    def trained(name: str, **changes: object) -> Run:
+        given = {"train_steps": 20, "pause_secs": 0.0, "optimizer": "sgd", "learning_rate": 0.1}
+        return train_here(SLOW, tmp_path / name, data_dir=digits, **given, **changes)
 
-    assert largest_difference(alone.weights("step-00000025"), alone.weights()) > 1e-2
-    for different in (in_order, seeded):
-        assert largest_difference(alone.weights(), different.weights()) > 1e-2
-    assert largest_difference(alone.weights(), shared.weights()) < 1e-5
-    losses = [run.metrics("train")[-1]["loss"] for run in (alone, shared)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    plain = trained("plain", checkpoint_every_steps=10)
+    assert largest_difference(plain.weights("step-00000010"), plain.weights()) > 1e-2
+    for different in (trained("in order", data={"shuffle": False}), trained("seeded", seed=1)):
+        assert largest_difference(plain.weights(), different.weights()) > 1e-2
 
 
 def test_augmented_examples_are_the_same_on_any_topology(digits: Path, tmp_path: Path) -> None:
     # 60 batches of 48 are two epochs: the seeds and tickets of both are used, and the cache.
-    flags = (f"--data_dir={digits}", "--train_steps=60")
-    augmented = ("--config=tests/cluster/configs/augmented.py", *flags)
-    one, _, ring, ps = SYNCHRONOUS
-    cached = (*augmented, f"--config.data.cache_bytes={1 << 28}")
-    alone = train(one, tmp_path / "alone", *augmented)
-    shared = [train(ring, tmp_path / "ring", *cached), train(ps, tmp_path / "ps", *augmented)]
-    sgd = ("--config.optimizer=sgd", "--learning_rate=0.1")
-    plain = ("--config=tests/cluster/configs/linear.py", *sgd, *flags)
-    unaugmented = train(one, tmp_path / "plain", *plain)
-    assert largest_difference(alone.weights(), unaugmented.weights()) > 1e-2
-    for run in shared:
+    given = {"data_dir": digits, "train_steps": 60}
+    alone = train_here(AUGMENTED, tmp_path / "alone", **given)
+    sgd = {"optimizer": "sgd", "learning_rate": 0.1}
+    plain = train_here("tests/cluster/configs/linear.py", tmp_path / "plain", **given, **sgd)
+    assert largest_difference(alone.weights(), plain.weights()) > 1e-2
+    for name, cache_bytes in (("multiworker-2", 1 << 28), ("ps-sync-3+1", 0)):
+        flags = (f"--config={AUGMENTED}", f"--data_dir={digits}", "--train_steps=60")
+        cache = f"--config.data.cache_bytes={cache_bytes}"
+        run = train(TOPOLOGIES[name], tmp_path / name, *flags, cache)
         assert largest_difference(alone.weights(), run.weights()) < 1e-5
 
 
@@ -88,9 +73,10 @@ def topology(request: pytest.FixtureRequest) -> Topology:
 @pytest.fixture(scope="module")
 def flags(topology: Topology, digits: Path) -> tuple[str, ...]:
     return (
-        "--config=tests/cluster/configs/slow.py",
+        f"--config={SLOW}",
         f"--data_dir={digits}",
         "--config.checkpoint_every_steps=70",
+        "--train_steps=200",
         *OPTIONS,
     )
 
@@ -112,35 +98,36 @@ def test_stopped_run_ends_bit_for_bit_as_an_uninterrupted_one(
     topology: Topology, flags: tuple[str, ...], uninterrupted: Run, tmp_path: Path
 ) -> None:
     with start(topology, tmp_path, *flags, *buckets(topology)) as process:
-        process.wait_for_step(120)
+        process.wait_for_step(80)
         process.send(signal.SIGTERM)  # test_interrupt sends SIGINT.
         stopped = process.wait()
     assert stopped.exit_code == 75, stopped.stderr
     assert stopped.result["exit_code"] == 75
     step = stopped.result["step"]
-    assert 120 <= step < 300
+    assert 80 <= step < 200
     assert {"step-00000070", f"step-{step:08d}"} <= set(stopped.checkpoints())
     assert largest_difference(stopped.weights(), uninterrupted.weights()) > 1e-3
 
     finished = train(topology, tmp_path, *flags, QUICKLY)
 
-    assert finished.result["step"] == 300
+    assert finished.result["step"] == 200
     assert finished.config["all_reduce"] == stopped.config["all_reduce"]
     assert bool(stopped.config["all_reduce"]) == bool(buckets(topology))
     assert_same_bits(finished, uninterrupted)
     assert len(finished.variables()) > 10
     assert finished.result["eval"] == uninterrupted.result["eval"]
     steps = [report["step"] for report in finished.metrics("train")]
-    assert steps == sorted({step, *range(20, 301, 20)})
+    assert steps == sorted({step, *range(20, 201, 20)})
 
 
-@pytest.mark.parametrize("name", ["mirrored-1", pytest.param("ps-2+1", marks=pytest.mark.nightly)])
-def test_learning_rate_of_a_resumed_run_is_that_of_its_command(
-    name: str, digits: Path, tmp_path: Path
+@pytest.mark.nightly  # test_python.py does it under mirrored.
+def test_learning_rate_of_a_resumed_run_of_ps_is_that_of_its_command(
+    digits: Path, tmp_path: Path
 ) -> None:
+    topology = TOPOLOGIES["ps-2+1"]
     flags = ("--config=tests/cluster/configs/linear.py", f"--data_dir={digits}")
-    train(TOPOLOGIES[name], tmp_path, *flags, "--train_steps=20")
-    finished = train(TOPOLOGIES[name], tmp_path, *flags, "--train_steps=40", "--learning_rate=0.5")
+    train(topology, tmp_path, *flags, "--train_steps=20")
+    finished = train(topology, tmp_path, *flags, "--train_steps=40", "--learning_rate=0.5")
     rates = {report["step"]: report["learning_rate"] for report in finished.metrics("train")}
     assert rates == {20: pytest.approx(0.01), 40: pytest.approx(0.5)}
 
@@ -148,7 +135,7 @@ def test_learning_rate_of_a_resumed_run_is_that_of_its_command(
 @pytest.mark.nightly
 def test_deterministic_ops_train_in_all_synchronous_modes(digits: Path, tmp_path: Path) -> None:
     flags = (
-        "--config=tests/cluster/configs/slow.py",  # It has dropout.
+        f"--config={SLOW}",
         QUICKLY,
         f"--data_dir={digits}",
         "--train_steps=20",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.order import Order
-from tests.cluster.runs import TOPOLOGIES, Run, Topology, largest_difference, topologies, train
+from tests.cluster.runs import Run, Topology, largest_difference, topologies, train, train_here
 from trainer.config import load_recipe
 from trainer.inputs import open_inputs
 
@@ -31,15 +31,22 @@ def train_order(numbered: Path) -> Order:
     return open_inputs(recipe).train.order
 
 
+def poison_of(numbered: Path) -> int:
+    """An example of batch 9. The records are written in the order of their numbers."""
+    return int(train_order(numbered).records(9, 1)[0, 0])
+
+
 @pytest.fixture(scope="module")
 def alone(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return recovered(TOPOLOGIES["mirrored-1"], numbered, tmp_path_factory.mktemp("alone") / "run")
+    model_dir = tmp_path_factory.mktemp("alone") / "run"
+    poison = poison_of(numbered)
+    given = {"data_dir": numbered, "poison": poison, "recover_from_nan": 1}
+    return train_here(CONFIG, model_dir, **given)
 
 
 def recovered(topology: Topology, numbered: Path, model_dir: Path) -> Run:
-    # The records are written in the order of their numbers.
-    poison = int(train_order(numbered).records(9, 1)[0, 0])
-    flags = (f"--config={CONFIG}", f"--data_dir={numbered}", f"--config.poison={poison}")
+    poison = f"--config.poison={poison_of(numbered)}"
+    flags = (f"--config={CONFIG}", f"--data_dir={numbered}", poison)
     return train(topology, model_dir, *flags, "--config.recover_from_nan=1")
 
 
