@@ -4,7 +4,10 @@ test_determinism.py tests that they end in the weights of mirrored, and resume b
 """
 
 import json
+import shutil
 from pathlib import Path
+
+import pytest
 
 from data.order import Order
 from data.tfrecord.split import open_split
@@ -47,43 +50,45 @@ def sum_of_handed_out(run: Run, numbered: Path) -> tuple[int, int]:
     return int(order.records(0, mark["next_batch"]).sum()), open_sum
 
 
-def test_step_does_not_wait_for_a_slow_worker_and_no_example_is_lost(
-    numbered: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def backed_up(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that waits for two of three workers; worker 0 is slow."""
     # Enough steps for worker 0 to finish a sub-batch before the other workers end the run.
-    flags = ("--config.delay_ms=50", "--train_steps=120", "--config.log_every_steps=120")
-    with_backup = train_numbered(BACKUP, numbered, tmp_path / "2-of-3", *flags)
-    without = train_numbered(NO_BACKUP, numbered, tmp_path / "3-of-3", *flags)
+    slow = ("--config.delay_ms=50", "--train_steps=120", "--config.log_every_steps=120")
+    return train_numbered(BACKUP, numbered, tmp_path_factory.mktemp("2-of-3") / "run", *slow)
 
-    assert with_backup.result["worker_dropped"]["worker 0"] > 0, "worker 0 was never late"
-    assert sum(with_backup.result["worker_steps"].values()) == 2 * 120
+
+def test_step_does_not_wait_for_a_slow_worker_and_no_example_is_lost(
+    backed_up: Run, numbered: Path
+) -> None:
+    assert backed_up.result["worker_dropped"]["worker 0"] > 0, "worker 0 was never late"
+    assert sum(backed_up.result["worker_steps"].values()) == 2 * 120
     # 120 steps of 32 examples: four epochs of 800, and more than half of the next epoch.
-    handed_out, still_open = sum_of_handed_out(with_backup, numbered)
+    handed_out, still_open = sum_of_handed_out(backed_up, numbered)
     assert still_open > 0
-    assert sum_of_consumed(with_backup) == handed_out - still_open
-    assert with_backup.result["examples"] == 120 * 32
-
-    # Without a backup all workers are waited for, so no gradient is dropped and none is open.
-    assert without.result["worker_dropped"] == dict.fromkeys(
-        ("worker 0", "worker 1", "worker 2"), 0
-    )
-    assert set(without.result["worker_steps"].values()) == {120}
-    assert sum_of_handed_out(without, numbered) == (sum_of_consumed(without), 0)
-    assert without.result["seconds"] > 120 * 0.05, "worker 0 was not slow"
+    assert sum_of_consumed(backed_up) == handed_out - still_open
+    assert backed_up.result["examples"] == 120 * 32
 
 
-def test_unfinished_sub_batches_are_computed_after_a_resume(numbered: Path, tmp_path: Path) -> None:
-    # The first sub-batch of worker 0 takes longer than the run.
-    slow = ("--train_steps=20", "--config.delay_ms=5000")
-    half = train_numbered(BACKUP, numbered, tmp_path, *slow)
-    before = sum_of_consumed(half)
-    assert sum_of_handed_out(half, numbered)[1] > 0, "no sub-batch was unfinished"
+def test_without_a_backup_worker_all_workers_are_waited_for(numbered: Path, tmp_path: Path) -> None:
+    run = train_numbered(NO_BACKUP, numbered, tmp_path, "--config.delay_ms=50")
+    assert run.result["worker_dropped"] == dict.fromkeys(("worker 0", "worker 1", "worker 2"), 0)
+    assert set(run.result["worker_steps"].values()) == {40}
+    assert sum_of_handed_out(run, numbered) == (sum_of_consumed(run), 0)
+    assert run.result["seconds"] > 40 * 0.05, "worker 0 was not slow"
 
-    finished = train_numbered(BACKUP, numbered, tmp_path)
+
+def test_unfinished_sub_batches_are_computed_after_a_resume(
+    backed_up: Run, numbered: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(backed_up.model_dir, tmp_path / "run")
+    quick = ("--config.delay_ms=0", "--train_steps=140")
+    finished = train_numbered(BACKUP, numbered, tmp_path / "run", *quick)
 
     handed_out, still_open = sum_of_handed_out(finished, numbered)
     last = finished.metrics("train")[-1]
-    assert before + round(last["number"] * 20 * 32) == handed_out - still_open
+    since = round(last["number"] * 20 * 32)
+    assert sum_of_consumed(backed_up) + since == handed_out - still_open
 
 
 def test_values_that_the_chief_reads_leave_nothing_on_the_server(
