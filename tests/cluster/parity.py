@@ -160,7 +160,6 @@ FOR_ANY_OPTIMIZER = {f"schedule: {kind}" for kind in SCHEDULES if kind != "cosin
 TABLES = [f"plain: table, {name}" for name in TABLE_OPTIMIZERS]
 FOR_ANY_OPTIMIZER |= set(TABLES)
 FOR_ANY_OPTIMIZER |= {"label_smoothing", "freeze", "dropout", "dropout: compiled in parts"}
-FOR_BOTH_OPTIMIZERS = {"plain", "all of these", "mixed_float16"}
 # Several devices train these together. Options that scale a gradient, or add to it, are not with
 # one that clips, which could hide a wrong factor.
 TOGETHER = {
@@ -255,7 +254,7 @@ def optimizers_of(name: str, executor: str) -> tuple[str, ...]:
     if name in FOR_ANY_OPTIMIZER | ONLY_TOGETHER:
         return ("momentum",)
     kinds = [kind for kind in SHARED_KINDS if executor.startswith(kind)]
-    if not kinds or name in FOR_BOTH_OPTIMIZERS:
+    if not kinds or name == "plain":
         return tuple(OPTIMIZERS)
     number = list(CASES).index(name) + SHARED_KINDS.index(kinds[0])
     return (tuple(OPTIMIZERS)[number % len(OPTIMIZERS)],)

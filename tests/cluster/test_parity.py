@@ -153,18 +153,19 @@ def test_option_changes_what_is_learnt(name: str, trained: Mapping[str, Found]) 
 
 
 @pytest.mark.parametrize("executor", [ALONE, *SHARED])
-@pytest.mark.parametrize("optimizer", parity.OPTIMIZERS)
 def test_overflow_in_one_replica_is_skipped_by_all(
-    optimizer: str, executor: str, trained: Mapping[str, Found]
+    executor: str, trained: Mapping[str, Found]
 ) -> None:
     """The overflowing example is in two of the batches, one in each epoch."""
-    scale, good, skipped = trained[executor][f"mixed_float16/{optimizer}"]["loss_scale"]
-    assert skipped == 2
+    found = [case["loss_scale"] for case in trained[executor].values() if "loss_scale" in case]
+    assert found
     config = parity.CASES["mixed_float16"].changes["loss_scale"]
-    num_doubled = round(np.log2(scale / config.initial)) + skipped
-    assert 0 <= good < config.growth_steps
-    # 18 good steps; those before a skip or a doubling do not count for the next.
-    assert num_doubled == 3
+    for scale, good, skipped in found:
+        assert skipped == 2
+        num_doubled = round(np.log2(scale / config.initial)) + skipped
+        assert 0 <= good < config.growth_steps
+        # 18 good steps; those before a skip or a doubling do not count for the next.
+        assert num_doubled == 3
 
 
 def test_every_option_that_is_trained_here_is_in_the_table_of_the_documentation() -> None:
