@@ -113,8 +113,9 @@ def test_second_run_in_a_process_equals_the_command_and_changes_nothing_around_i
     # The finished run is returned; a longer one continues, with its own config.
     again = trainer.train(model_dir=results[0].model_dir)
     assert (again.step, again.metrics) == (20, results[0].metrics)
-    longer = trainer.train(model_dir=results[0].model_dir, train_steps=30)
+    longer = trainer.train(model_dir=results[0].model_dir, train_steps=30, learning_rate=0.5)
     assert longer.step == 30
+    assert longer.history[-2]["learning_rate"] == pytest.approx(0.5), "that of the call"
     assert longer.config["data"]["lanes"] == 32
 
 
