@@ -402,25 +402,29 @@ def test_terminals_of_the_readme_train_together(digits: Path, tmp_path: Path) ->
     assert runs[-1].result["step"] >= 20
 
 
-def test_chief_of_servers_that_keep_serving_trains(digits: Path, tmp_path: Path) -> None:
-    hosts, model_dir = hosts_on_this_machine(), tmp_path / "run"
+def test_servers_that_keep_serving_train_for_one_chief_after_another(
+    digits: Path, tmp_path: Path
+) -> None:
+    hosts = hosts_on_this_machine()
     (command,) = SERVED
     with contextlib.ExitStack() as stack:
         servers = []
         for job, index in (("ps", 0), ("worker", 0), ("worker", 1)):
             task = (f"--job_name={job}", f"--task_index={index}", "--keep_serving")
             argv = ("--strategy=ps", *task, *hosts, "--num_threads=1")
-            servers.append(stack.enter_context(Process(argv, model_dir)))
-        argv = (*with_hosts(command, hosts, model_dir, digits), "--train_steps=20")
-        chief = stack.enter_context(Process(argv, model_dir))
-        done = chief.wait_alone()
-        assert done.exit_code == 0, chief.output()
+            servers.append(stack.enter_context(Process(argv, tmp_path / "none")))
+        for name in ("first", "second"):
+            argv = (*with_hosts(command, hosts, tmp_path / name, digits), "--train_steps=20")
+            with Process(argv, tmp_path / name) as chief:
+                done = chief.wait_alone()
+                assert done.exit_code == 0, chief.output() + servers[0].output()
+            assert done.result["step"] >= 20
+            assert [server.popen.poll() for server in servers] == [None] * 3
         for server in servers:
-            assert server.popen.poll() is None, server.output()
             server.send(signal.SIGTERM)
+        assert [server.wait_alone().exit_code for server in servers] == [75] * 3
         for server in servers:
-            server.wait_alone()
-    assert done.result["step"] >= 20
+            server.wait_for_family_to_end()
 
 
 def test_workers_with_the_tf_config_of_the_readme_train_together(
