@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
+from tests.cluster.runs import TOPOLOGIES, Run, Topology, train, train_here
 from trainer.checkpoints.tables import table_directories
 
 # Eight processes trace the graphs of three tables.
 TIMEOUT_SECS = 300
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_SECS)
 
-CONFIG = "--config=tests/cluster/configs/tables.py"
+TABLES = "tests/cluster/configs/tables.py"
+CONFIG = f"--config={TABLES}"
 # Each fifth checkpoint has complete tables, the others have changed rows.
 CHANGES_ONLY = ("--config.checkpoint_every_steps=7", "--config.complete_checkpoint_every=5")
 FOUR_AND_THREE = Topology(
@@ -29,7 +30,8 @@ TWO_AND_TWO = Topology("ps-2+2", "ps", ("--workers=2", "--ps=2", "--num_threads=
 @pytest.fixture(scope="module")
 def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     model_dir = tmp_path_factory.mktemp("alone") / "run"
-    return train(TOPOLOGIES["mirrored-1"], model_dir, CONFIG, *CHANGES_ONLY, f"--data_dir={digits}")
+    often = {"checkpoint_every_steps": 7, "complete_checkpoint_every": 5}
+    return train_here(TABLES, model_dir, data_dir=digits, export=False, **often)
 
 
 def assert_equal(run: Run, expected: Run, checkpoint: str = "") -> None:
@@ -58,7 +60,8 @@ def test_tables_are_those_of_one_process_before_and_after_another_topology(
     assert len(ids) == 2
     assert 0 < min(map(len, ids)) < max(map(len, ids)), "nothing was evicted"
     for topology, steps, num_needed in ((first, 22, 4), (second, 50, 4)):
-        flags = (CONFIG, *CHANGES_ONLY, f"--data_dir={digits}", f"--train_steps={steps}")
+        here = (f"--data_dir={digits}", f"--train_steps={steps}", "--config.export=False")
+        flags = (CONFIG, *CHANGES_ONLY, *here)
         run = train(topology, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
         newest = run.model_dir / "checkpoints" / f"step-{steps:08d}"
         # Checkpoints of steps 7, 14, 21 and 22; and then of 28, 35, 42, 49 and 50.
