@@ -1,34 +1,33 @@
 """When the chief of ps dies, the next chief saves the last complete step; none is lost."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import Process, Topology, largest_difference, read_metrics, start, train
+from tests.cluster.runs import (
+    Process,
+    Topology,
+    largest_difference,
+    read_metrics,
+    start,
+    steps_in,
+    train,
+)
 
 SYNC = Topology(
     "ps-sync-2+2", "ps", ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=1")
 )
 ASYNC = Topology("ps-2+1", "ps", ("--workers=2", "--ps=1", "--num_threads=1"))
-SAVED = re.compile(r"Saved step ([\d,]+) from the memory of the servers")
-STARTS = re.compile(r"resuming from step ([\d,]+)")
-
-
-def steps_in(text: str, pattern: re.Pattern[str]) -> list[int]:
-    return [int(step.replace(",", "")) for step in pattern.findall(text)]
+SAVED = "Saved step STEP from the memory of the servers"
 
 
 def kill_chief(process: Process, after_step: int) -> int:
     """Kills the chief between two reports; returns the last step that it has reported."""
     process.wait_for_step(after_step)
+    number = len(process.resumes("chief 0")) + 1
     process.task("chief 0").kill()
     reported = int(read_metrics(process.model_dir)[-1]["step"])
-    log = process.model_dir / "tasks/chief-0.log"
-    num_starts = len(steps_in(log.read_text(), STARTS))
-    process.wait_until(
-        lambda: len(steps_in(log.read_text(), STARTS)) > num_starts, "a chief that resumes"
-    )
+    process.wait_for_resume("chief 0", number)
     return reported
 
 
@@ -36,7 +35,8 @@ def kill_chief(process: Process, after_step: int) -> int:
 def test_no_step_is_lost_when_the_chief_of_synchronous_ps_dies(
     digits: Path, tmp_path: Path
 ) -> None:
-    flags = (f"--data_dir={digits}", "--train_steps=300", "--config.log_every_steps=25")
+    short = ("--train_steps=300", "--config.log_every_steps=25", "--config.export=False")
+    flags = (f"--data_dir={digits}", *short)
     with start(SYNC, tmp_path / "run", *flags) as process:
         process.wait_for_step(25)
         servers = [process.task(name).pid for name in ("ps 0", "ps 1", "worker 0", "worker 1")]
@@ -48,10 +48,9 @@ def test_no_step_is_lost_when_the_chief_of_synchronous_ps_dies(
     assert run.exit_code == 0, process.output()
 
     # There is no other checkpoint: otherwise each chief would begin anew.
-    log = (process.model_dir / "tasks/chief-0.log").read_text()
-    saved, resumed = steps_in(log, SAVED), steps_in(log, STARTS)
-    assert len(saved) == 2, log
-    assert saved == resumed
+    saved = steps_in(process.log("chief 0"), SAVED)
+    assert len(saved) == 2, process.log("chief 0")
+    assert saved == process.resumes("chief 0")
     assert all(step >= before for step, before in zip(saved, reported, strict=True))
     undisturbed = train(SYNC, tmp_path / "undisturbed", *flags)
     assert largest_difference(run.variables(), undisturbed.variables()) == 0
@@ -71,9 +70,8 @@ def test_every_update_is_counted_when_the_chief_of_asynchronous_ps_dies(
         run = process.wait()
     assert run.exit_code == 0, process.output()
 
-    log = (process.model_dir / "tasks/chief-0.log").read_text()
-    (saved,) = steps_in(log, SAVED)
-    assert steps_in(log, STARTS) == [saved]
+    (saved,) = steps_in(process.log("chief 0"), SAVED)
+    assert process.resumes("chief 0") == [saved]
     assert saved >= reported
     result = run.result
     (weight,) = run.weights().values()

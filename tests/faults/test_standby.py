@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import Run, Topology, largest_difference, start, train
+from tests.cluster.runs import Run, Topology, largest_difference, start, steps_in, train
 
 EVERY = 20
 SYNC = Topology(
     "ps-sync-2+2", "ps", ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=1")
 )
 LOST = re.compile(r"the (\d+ step\(s\)|steps) after this copy are lost")
-SAVED = re.compile(r"Saved step ([\d,]+) from the memory of the servers")
 
 
 @pytest.fixture(scope="module")
 def flags(digits: Path) -> tuple[str, ...]:
-    return f"--data_dir={digits}", "--train_steps=160", f"--config.log_every_steps={EVERY}"
+    reports = f"--config.log_every_steps={EVERY}"
+    return f"--data_dir={digits}", "--train_steps=160", "--config.export=False", reports
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +34,16 @@ def test_death_of_a_ps_costs_only_the_steps_since_the_last_copy(
     with start(SYNC, tmp_path / "run", *flags, standby) as process:
         process.wait_for_step(4 * EVERY)
         process.task(victim).kill()
-        log = process.model_dir / "tasks/chief-0.log"
-        process.wait_until(lambda: "resuming from step" in log.read_text(), "a chief that resumes")
+        process.wait_for_resume("chief 0")
         run = process.wait()
     assert run.exit_code == 0, process.output()
 
     # There is no other checkpoint: otherwise training would begin anew.
-    (saved,) = (int(step) for step in SAVED.findall(log.read_text()))
-    assert LOST.search(log.read_text())
+    log = process.log("chief 0")
+    (saved,) = steps_in(log, "Saved step STEP from the memory of the servers")
+    assert LOST.search(log)
     # The steps that were made before the death, by the reports of the first chief.
-    first = log.read_text().partition("=== chief 0, start 2")[0]
+    first = log.partition("=== chief 0, start 2")[0]
     reported = max(int(step) for step in re.findall(r"step (\d+)/160", first))
     assert saved % EVERY == 0
     # A report comes before the copy of its step, which waits until the copy before is complete.
