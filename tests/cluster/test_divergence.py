@@ -11,7 +11,7 @@ from tests.cluster.runs import Topology, topologies, train
 
 @pytest.mark.parametrize(
     "topology",
-    topologies("multiworker-2", "ps-sync-3+1", nightly=("mirrored-2", "ps-2+1")),
+    topologies("multiworker-2", "ps-sync-2+1", nightly=("mirrored-2", "ps-2+1")),
     ids=str,
 )
 def test_diverging_run_names_the_steps_and_keeps_no_checkpoint_with_nan(

@@ -29,7 +29,7 @@ class RefusingProxy(socketserver.ThreadingTCPServer):
 
 
 @pytest.mark.parametrize(
-    "topology", topologies("multiworker-2", "ps-sync-3+1", nightly=("ps-2+1",)), ids=str
+    "topology", topologies("multiworker-2", "ps-sync-2+1", nightly=("ps-2+1",)), ids=str
 )
 def test_tasks_connect_to_each_other_without_the_proxy(
     topology: Topology, digits: Path, tmp_path: Path

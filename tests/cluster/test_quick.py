@@ -8,13 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Run, Topology, largest_difference, start, train
+from tests.cluster.runs import (
+    TOPOLOGIES,
+    Run,
+    Topology,
+    largest_difference,
+    start,
+    topologies,
+    train,
+)
 
 pytestmark = pytest.mark.quick
 
 MIRRORED = TOPOLOGIES["mirrored-2"]
 PS = TOPOLOGIES["ps-2+1"]
-PS_SYNC = Topology("ps-sync-2+1", "ps", (*PS.flags, "--sync_replicas"), PS.tasks)
 STEPS = 60
 
 
@@ -37,7 +44,7 @@ def test_mirrored_training_learns(mirrored: Run) -> None:
     assert mirrored.checkpoints()[-1] == f"step-{STEPS:08d}"
 
 
-@pytest.mark.parametrize("topology", [TOPOLOGIES["multiworker-2"], PS_SYNC], ids=str)
+@pytest.mark.parametrize("topology", topologies("multiworker-2", "ps-sync-2+1"), ids=str)
 def test_synchronous_cluster_ends_in_the_weights_of_mirrored(
     topology: Topology, flags: tuple[str, ...], mirrored: Run, tmp_path: Path
 ) -> None:
