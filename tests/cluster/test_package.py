@@ -110,8 +110,6 @@ def test_new_environment_has_neither_the_checkout_nor_extras(scripts: Path, tmp_
     "arguments",
     [
         ("data.prepare", "digits"),
-        ("trainer", "--strategy=mirrored", *FEW_STEPS),
-        ("trainer", "--strategy=multiworker", *FEW_STEPS),
         ("trainer", "--strategy=ps", *FEW_STEPS),
         ("trainer.doctor", "--strategy=ps", "--deadline_secs=150"),
     ],

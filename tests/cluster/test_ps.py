@@ -18,16 +18,16 @@ PS = TOPOLOGIES["ps-2+1"]
 @pytest.fixture(scope="module")
 def counted(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     model_dir = tmp_path_factory.mktemp("counted") / "run"
-    return train(
-        PS, model_dir, "--config=tests/cluster/configs/counting.py", f"--data_dir={digits}"
-    )
+    # Applying takes time, so that gradients of the other worker arrive meanwhile.
+    flags = ("--train_steps=500", "--config.apply_ms=5", f"--data_dir={digits}")
+    return train(PS, model_dir, "--config=tests/cluster/configs/counting.py", *flags)
 
 
 def test_every_applied_update_is_counted_and_no_other(counted: Run) -> None:
     run = counted
     (weight,) = run.weights().values()
     step = run.result["step"]
-    assert step >= 1000
+    assert step >= 500
     assert weight == step, "the weight gains 1 by each update that is applied"
     assert run.variables()["optimizer/_iterations/.ATTRIBUTES/VARIABLE_VALUE"] == step
     worker_steps = run.result["worker_steps"]
@@ -36,9 +36,10 @@ def test_every_applied_update_is_counted_and_no_other(counted: Run) -> None:
     assert sum(worker_steps.values()) == run.result["examples"] // 16 == step
     staleness = run.result["staleness"]
     assert {name: sum(ages.values()) for name, ages in staleness.items()} == worker_steps
+    assert oldest(run) > 0, "no two workers applied at the same time"
     assert sum(run.result["worker_share"].values()) == pytest.approx(1, abs=1e-3)
     reports = run.metrics("train")
-    assert [report["step"] for report in reports] == list(range(100, 1001, 100))
+    assert [report["step"] for report in reports] == list(range(100, 501, 100))
     assert reports[-1]["worker_steps"] == worker_steps
 
 
@@ -52,15 +53,12 @@ def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
         f"--data_dir={digits}",
         "--train_steps=100",
     )
-    topology = Topology("ps-3+2", "ps", ("--workers=3", "--ps=2", "--num_threads=1"))
-    any_age = train(topology, tmp_path / "any", *flags)
-    assert oldest(any_age) > 0, "no two workers applied at the same time"
-
-    bounded = train(topology, tmp_path / "bounded", *flags, "--max_staleness=0")
+    topology = Topology("ps-2+2", "ps", ("--workers=2", "--ps=2", "--num_threads=1"))
+    bounded = train(topology, tmp_path, *flags, "--max_staleness=0")
 
     result = bounded.result
     (weight,) = bounded.weights().values()
-    assert sum(result["worker_dropped"].values()) > 0
+    assert sum(result["worker_dropped"].values()) > 0, "no two workers applied at once"
     assert weight == result["step"] == sum(result["worker_steps"].values()) == 100
     assert result["batches"] == {"handed_out": 100, "finished": 100, "repeated": 0}
     assert oldest(bounded) == 0

@@ -30,7 +30,7 @@ from tests.cluster.runs import (
 from tests.damage import flip_bit
 from tests.faults.disks import mounted
 
-STEPS = 300
+STEPS = 200
 # More than a terminal, a report or a mark takes, and less than the variables: see slow.py.
 LIMIT_BYTES = 100_000
 ALONE = TOPOLOGIES["mirrored-1"]
@@ -39,7 +39,8 @@ ALONE = TOPOLOGIES["mirrored-1"]
 @pytest.fixture(scope="module")
 def flags(digits: Path) -> tuple[str, ...]:
     slow = "--config=tests/cluster/configs/slow.py"
-    return (slow, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
+    often = "--config.checkpoint_every_steps=10"
+    return (slow, f"--data_dir={digits}", often, f"--train_steps={STEPS}")
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ def test_run_whose_last_state_cannot_be_saved_says_so_and_finishes_when_there_is
             before = complete_steps(model_dir)
             run = process.wait()
             assert run.exit_code == 75, process.output()
-            assert "Step 300 could not be saved" in run.stderr
+            assert f"Step {STEPS} could not be saved" in run.stderr
             assert "Traceback" not in run.stderr
             assert complete_steps(model_dir)[-1] >= before[-1]
             assert complete_steps(model_dir)[-1] < STEPS
@@ -348,7 +349,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     run = train(topology, tmp_path / "damaged", *quick, "--train_steps=60")
     output = run.stdout + run.stderr
     assert f"{newest} is not complete: {data.name} has another checksum" in output
-    assert "resuming from step 40\n" in run.stdout
+    assert "resuming from step 50\n" in run.stdout
     assert_same_bits(run, undisturbed)
     assert json.loads((newest / "checkpoint.json").read_text())["step"] == 60
 

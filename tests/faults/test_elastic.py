@@ -25,31 +25,31 @@ def undisturbed(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     return train(TOPOLOGIES["mirrored-2"], model_dir, *flags)
 
 
-def one_then_four(
-    stack: contextlib.ExitStack, model_dir: Path, flags: tuple[str, ...]
+def grown(
+    stack: contextlib.ExitStack, model_dir: Path, flags: tuple[str, ...], number: int
 ) -> Launchers:
-    """A run that one host has begun, and four continue."""
-    listed = ",".join(f"localhost:{port}" for port in free_ports(4))
+    """A run that host 1 has begun, and `number` hosts continue."""
+    listed = ",".join(f"localhost:{port}" for port in free_ports(number))
     elastic = ("--min_workers=1", "--rejoin_secs=6")
     launchers = Launchers(stack, model_dir, listed, (*flags, *elastic))
     launchers.start(1)
     launchers.wait_for_group(1)
-    launchers.start(0, 2, 3)
-    launchers.wait_for_group(4)
+    launchers.start(0, *range(2, number))
+    launchers.wait_for_group(number)
     return launchers
 
 
 @pytest.mark.timeout(300)
-def test_1_then_4_then_2_then_3_workers_train_to_the_same_weights(
+def test_1_then_3_then_1_then_2_workers_train_to_the_same_weights(
     flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
 ) -> None:
     model_dir = tmp_path / "run"
     with contextlib.ExitStack() as stack:
-        launchers = one_then_four(stack, model_dir, flags)
+        launchers = grown(stack, model_dir, flags, 3)
         launchers.kill(0, 1)  # With the chief.
-        launchers.wait_for_group(2)
+        launchers.wait_for_group(1)
         launchers.start(1)
-        launchers.wait_for_group(3)
+        launchers.wait_for_group(2)
         launchers.finish(STEPS)
     assert difference_from(undisturbed, model_dir) < 1e-5
 
@@ -63,7 +63,7 @@ def test_virtual_replicas_have_the_bits_of_one_process_on_1_then_4_then_2_then_4
     alone = train(TOPOLOGIES["mirrored-1"], tmp_path / "alone", *flags, "--config.pause_secs=0")
     model_dir = tmp_path / "run"
     with contextlib.ExitStack() as stack:
-        launchers = one_then_four(stack, model_dir, flags)
+        launchers = grown(stack, model_dir, flags, 4)
         launchers.kill(0)  # The chief: three are left, of which two train.
         launchers.wait_for_group(2)
         launchers.start(0)

@@ -72,12 +72,13 @@ def unreachable(host: Host, tasks: Tasks, chief: str) -> Iterator[None]:
         yield
 
 
-def test_three_hosts_train_together_and_outlive_or_resume_after_a_short_cut(
+def test_workers_outlive_or_resume_after_a_short_cut_and_end_with_75_after_one_for_good(
     three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
 ) -> None:
     cluster, commands = workers_on(three_hosts)
     flags = (*SLOW, STALLS, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
-    with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
+    endless = "--config.train_steps=100000"
+    with by_hand(cluster, tmp_path, *flags, endless, under=commands) as tasks:
         # The last is late, and the others wait for it.
         tasks.start(Task("worker", 1), Task("worker", 0))
         time.sleep(5)
@@ -85,24 +86,18 @@ def test_three_hosts_train_together_and_outlive_or_resume_after_a_short_cut(
         tasks["worker 0"].wait_for_step(40)
         with unreachable(three_hosts[2], tasks, "worker 0"):
             time.sleep(5)
-        runs = tasks.wait(0, 75)
-        codes = {run.exit_code for run in runs.values()}
-        assert len(codes) == 1, "some tasks would continue without the others"
-        if codes == {75}:
+        step, began = last_report(tmp_path)["step"], time.monotonic()
+        while (
+            not (ended := any(process.popen.poll() is not None for process in tasks.processes))
+            and last_report(tmp_path)["step"] < step + 40
+        ):
+            assert time.monotonic() - began < END_SECS
+            time.sleep(0.1)
+        if ended:
+            tasks.wait(75)  # None continues without the others.
             tasks.start_all()
-            runs = tasks.wait(0)
-            assert "resuming from step" in runs["worker 0"].stdout
-    assert runs["worker 0"].result["step"] == 300
-
-
-def test_workers_end_with_75_when_one_is_cut_off_for_good(
-    three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
-) -> None:
-    cluster, commands = workers_on(three_hosts)
-    flags = (*SLOW, STALLS, f"--data_dir={digits}", "--config.train_steps=100000")
-    with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
-        tasks.start_all()
-        tasks["worker 0"].wait_for_step(40)
+            chief = tasks["worker 0"]
+            chief.wait_until(lambda: "resuming from step" in chief.output(), "a resume")
         with unreachable(three_hosts[2], tasks, "worker 0"):
             began = time.monotonic()
             tasks.wait(75)
@@ -160,7 +155,7 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
     commands = {Task(job, index): host.command for job, index, host in places}
     flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
     flags = (*flags, "--config.eval_every_steps=150")
-    times = ("--stall_timeout_secs=20", "--chief_timeout_secs=100")
+    times = ("--stall_timeout_secs=14", "--chief_timeout_secs=100")
 
     def last_step() -> int:
         return int(last_report(tmp_path)["step"])
@@ -188,7 +183,7 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
             assert pair in run.stderr
             chief.wait_until(lambda: bool(chief.warned(pair)), "the pair")
             chief.wait_for_step(last_step() + 60)
-        tasks.start(Task("worker", 1), flags=("--chief_timeout_secs=10",))
+        tasks.start(Task("worker", 1), flags=("--chief_timeout_secs=5",))
         wait_for_steps_of_worker_1(chief, 20)
 
         # The run ends without the worker, which ends by itself.
@@ -208,7 +203,7 @@ def test_backup_worker_takes_over_at_once_when_packets_of_a_worker_are_dropped(
     """Steps go on before the worker is considered lost; its sub-batches are handed out again."""
     with hosts(4) as places:
         cluster, commands = ps_and_workers_on(places)
-        mode = ("--sync_replicas", "--replicas_to_aggregate=2", "--stall_timeout_secs=40")
+        mode = ("--sync_replicas", "--replicas_to_aggregate=2", "--stall_timeout_secs=24")
         flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
 
         with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
@@ -219,7 +214,7 @@ def test_backup_worker_takes_over_at_once_when_packets_of_a_worker_are_dropped(
             links = [(lost, host) for host in places if host is not lost]
             loss = " s: it is considered lost"
             # Several cuts: each may come while a message to the worker is on its way.
-            for _ in range(5):
+            for _ in range(3):
                 before = chief.warned(loss)
                 with dropped(*links):
                     chief.wait_for_step(last_report(tmp_path)["step"] + 60)
