@@ -225,13 +225,14 @@ class Balance(PeriodicHook):
 
     def __call__(self, step: int, metrics: Metrics) -> None:
         """Called after each call of the executor; `act` needs the metrics of these steps."""
-        self._means = means(metrics)
+        self._metrics = metrics
         super().__call__(step, metrics)
 
     def act(self, step: int) -> None:
         """Appends the means over the steps of the last call."""
+        found = means(self._metrics)
         with self.path.open("a", newline="") as file:
-            csv.writer(file).writerow([step, self._means["loss"], self._means["generator_loss"]])
+            csv.writer(file).writerow([step, found["loss"], found["generator_loss"]])
 
 
 def build_hooks(config: GanConfig, model_dir: str) -> Sequence[Hook]:

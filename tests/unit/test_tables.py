@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -26,6 +27,7 @@ from trainer.checkpoints.tables import StagedTables, table_directories, table_va
 from trainer.embeddings import Adagrad, RowWiseAdagrad
 from trainer.learner import Learner
 from trainer.run_files import checkpoints_in
+from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import Options
 
 EVERY = 4  # Of the checkpoints here, each fourth is complete.
@@ -451,3 +453,25 @@ def test_saves_in_any_order_restore_exactly(
     for name in checkpoints_in(str(tmp_path)):
         found = checkpointer_of(other, tmp_path).restore_model(name)
         assert_same(values_of(other), expected[found.step])
+
+
+def test_second_learner_of_a_model_has_its_own_slots_and_marks() -> None:
+    first = fixed()
+    train(first, 0, 2)
+    trained = values_of(first)
+    second = Learner(
+        first.model,
+        keras.optimizers.SGD(0.1),
+        sparse_categorical_crossentropy,
+        {},
+        batch_size=test_embeddings.BATCH,
+        options=Options(marks_changed_rows=True),
+    )
+    found = values_of(second)
+    np.testing.assert_array_equal(found["rows"], trained["rows"])
+    assert trained["accumulator"].max() > np.float32(0.1)
+    np.testing.assert_array_equal(found["accumulator"], np.float32(0.1))
+    table, (part,) = second.tables[0].table, second.tables[0].parts
+    assert len(table.take_changed_ids({}, 0)) == 0
+    part.changed.assign(tf.one_hot(1, part.changed.shape[0], True, False))
+    assert table.take_changed_ids({}, 0).tolist() == [1]

@@ -26,12 +26,14 @@ under every strategy.
 B is the number of examples of a replica's part of a batch.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_optimizers import given_rate
@@ -117,7 +119,6 @@ class Learner(Update):
         """
         check_optimizer(optimizer)
         options = options or Options()
-        self._is_subclass = type(self) is not Learner
         self.model, self.optimizer, self._step_options = model, optimizer, options
         self.step: tf.Variable = optimizer.iterations.value
         self.origin = origin
@@ -125,16 +126,23 @@ class Learner(Update):
         self.batch_size = batch_size
         self.virtual_replicas = options.virtual_replicas
         self.needs_seeds = bind(model)
+        # In this order: the loss uses the variables; slots come before averages, as in checkpoints.
         self._find_variables()
         self.objective = Objective(self, loss, metrics, keras_metrics, options, batch_size)
         self.build_optimizers()
         self._start_update(rate_factor)
         self.local_steps: LocalSteps | None = None
         if options.local_steps.chosen:
-            others, settings = self._changed_besides(), vars(options.local_steps)
+            others, settings = self._changed_besides(), dataclasses.asdict(options.local_steps)
             self.local_steps = LocalSteps(self.variables, others, options.last_step, **settings)
         if options.jit_compile:
             self.compile_with_xla()
+
+    @property
+    @override
+    def compiles(self) -> bool:
+        """False in a subclass: its methods may have ops that XLA lacks."""
+        return super().compiles and type(self) is Learner
 
     def ends_report(self, step: tf.Tensor) -> tf.Tensor:
         """True, bool [], if step `step` + 1 is the last one of a report, or of the run."""
@@ -185,7 +193,7 @@ class Learner(Update):
 
         Each table is one value, however many parts it has. Tables of dynamic ids are left out.
         """
-        evaluated = dict(zip(map(id, self.variables), self.averages, strict=False))
+        evaluated = dict(zip(map(id, self.variables), self._ema_averages, strict=False))
         return [
             v.numpy()
             if isinstance(v, Rows)
@@ -214,14 +222,14 @@ class Learner(Update):
         `counts`, [B], is 1 for an example that counts, and 0 for padding. Before it come the
         weights of the examples, if `parse` returns some.
         """
-        return self.evaluate_at(batch, list(map(tf.convert_to_tensor, self.averages)))
+        return self.evaluate_at(batch, list(map(tf.convert_to_tensor, self._ema_averages)))
 
     @property
     def evaluation_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `evaluate_at` needs; empty if a subclass overrides `evaluate`."""
         if type(self).evaluate is not Learner.evaluate:
             return ()
-        trained = self.averages or self.variables[: self.num_dense]
+        trained = self._ema_averages or self.variables[: self.num_dense]
         return [*trained, *self._not_trained]
 
     @no_autograph

@@ -34,7 +34,6 @@ class Differentiation(ModelVariables):
     objective: Objective
     loss_scale: LossScale | None
     virtual_replicas: int
-    _is_subclass: bool  # Of Learner.
     _with_xla: tf.types.experimental.PolymorphicFunction | None = None
     _may_stop_compiling = False
     _new_state: dict[int, tf.Tensor] | None = None
@@ -60,10 +59,9 @@ class Differentiation(ModelVariables):
     def compiles(self) -> bool:
         """True if XLA may compile all that a replica computes in a step, not only the gradient.
 
-        Methods of a subclass may have ops that XLA lacks; and XLA merges operations, so that bits
-        depend on what it compiles together.
+        XLA merges operations, so that bits depend on what it compiles together.
         """
-        return self._with_xla is not None and not self._is_subclass and not self.virtual_replicas
+        return self._with_xla is not None and not self.virtual_replicas
 
     def forward(self, inputs: Batch, seeds: tf.Tensor | None = None, *, training: bool) -> Batch:
         """Returns the model's outputs. Random layers draw from `seeds`, int32 [B, 2]."""

@@ -37,30 +37,27 @@ class _Now(NamedTuple):
 
 
 class Update(Differentiation):
-    """The part of a Learner that changes the variables.
-
-    Attributes:
-        averages: Exponential moving averages (EMA) of the variables, in their order; empty without
-            `options.ema`.
-    """
+    """The part of a Learner that changes the variables."""
 
     optimizer: keras.Optimizer
     step: tf.Variable
+    # Exponential moving averages (EMA) of the variables, in their order; empty without options.ema.
+    _ema_averages: list[tf.Variable]
 
     def _start_update(self, rate_factor: RateFactor | None) -> None:
         """Creates the averages and the loss scale; called after the optimizer was built.
 
         Raises ConfigError if `options.weight_decay.exclude` matches no variable.
         """
-        options, self._rate_factor = self._step_options, rate_factor
+        options, self._schedule_factor = self._step_options, rate_factor
         self._is_decayed = [options.weight_decay.rate > 0] * len(self.dense_variables)
         if exclude := options.weight_decay.exclude:
             paths = [variable.path for variable in self.dense_variables]
             found = matching("weight_decay.exclude", exclude, paths)
             self._is_decayed = [not is_excluded for is_excluded in found]
-        self.averages: list[tf.Variable] = []
+        self._ema_averages = []
         if options.ema.decay:
-            self.averages = [_average_of(variable) for variable in self.variables]
+            self._ema_averages = [_average_of(variable) for variable in self.variables]
         self.loss_scale = LossScale(options.loss_scale) if self._is_float16 else None
 
     @property
@@ -69,7 +66,7 @@ class Update(Differentiation):
         tables = [layer.table for layer in self.tables if isinstance(layer.table, FixedTable)]
         slots = [slot for table in tables for slot in table.slots]
         return {
-            **({"averages": self.averages} if self.averages else {}),
+            **({"averages": self._ema_averages} if self._ema_averages else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
             **({"table_slots": slots} if slots else {}),
         }
@@ -88,7 +85,7 @@ class Update(Differentiation):
             rate = rate(step)
         else:  # A function without arguments.
             rate = self.optimizer.learning_rate
-        return rate if self._rate_factor is None else rate * self._rate_factor(step)
+        return rate if self._schedule_factor is None else rate * self._schedule_factor(step)
 
     @no_autograph
     def apply(self, gradients: Sequence[Tensor]) -> tf.Tensor:
@@ -103,7 +100,7 @@ class Update(Differentiation):
         with tf.device(self.step.device):
             step = read_now(self.step)
             rate = self._rate_after(step)
-            factor = None if self._rate_factor is None else self._rate_factor(step)
+            factor = None if self._schedule_factor is None else self._schedule_factor(step)
             is_overridden = type(self).change_variable is not Update.change_variable
             fused = None if is_overridden else fused_update(self.optimizer, step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -207,7 +204,7 @@ class Update(Differentiation):
             autograph(self.change_variable)(index, variable, gradient, now.rate)
         if (constraint := self.dense_variables[index].constraint) is not None:
             variable.assign(constraint(read_now(variable)))
-        if self.averages:
+        if self._ema_averages:
             self._update_average(index, variable, now.step)
         return read_now(variable)
 
@@ -233,7 +230,7 @@ class Update(Differentiation):
             decay = tf.minimum(decay, (1 + done) / (10 + done))
         if ema.from_first_step:
             decay = tf.where(tf.equal(step, 0), 0.0, decay)
-        average = self.averages[index]
+        average = self._ema_averages[index]
         difference = tf.convert_to_tensor(average) - read_now(variable)
         average.assign_sub(tf.cast(1 - decay, variable.dtype) * difference)
 

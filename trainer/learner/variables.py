@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from data.system.compat.keras_layers import all_layers, own
 from trainer.embeddings.layer import ShardedEmbedding
-from trainer.embeddings.table import tables_of
+from trainer.embeddings.table import FixedTable, tables_of
 from trainer.step.loss_scale import computes_in_float16
 from trainer.step.options import ConfigError, Options
 
@@ -23,6 +23,9 @@ class ModelVariables:
         """Raises OptimizerError or ConfigError, as Learner."""
         model, options = self.model, self._step_options
         self.tables = tables_of(model)
+        for layer in self.tables:
+            if isinstance(layer.table, FixedTable):
+                layer.table.forget_slots()
         of_tables = {id(part) for layer in self.tables for part in layer.weights}
         self.dense_variables = [v for v in model.trainable_variables if id(v) not in of_tables]
         others = [v for v in model.non_trainable_variables if id(v) not in of_tables]

@@ -7,7 +7,7 @@ at once. Here a step may be computed at values that were read before (parameter 
 parts (`micro_batches`), or on several replicas. The table has the layers for which that matters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import keras
@@ -35,6 +35,11 @@ class _Row(NamedTuple):
     why: str
 
 
+_COMPUTES_ALONE: Mapping[str, Callable[[Use], bool]] = {
+    "jit_compile=True": lambda use: use.config.jit_compile is True,
+    "local_steps": lambda use: use.config.local_steps.chosen != "",
+    "virtual_replicas": lambda use: use.config.virtual_replicas > 0,
+}
 _TABLE: Sequence[_Row] = (
     _Row(
         lambda layer: layer.trainable and getattr(layer, "synchronized", False),
@@ -43,16 +48,14 @@ _TABLE: Sequence[_Row] = (
         "each would normalise over its own examples. Type --strategy=multiworker or "
         "--strategy=mirrored, or leave synchronized out.",
     ),
-    _Row(
-        lambda layer: getattr(layer, "synchronized", False),
-        lambda use: (
-            use.config.jit_compile is True
-            or use.config.local_steps.chosen != ""
-            or use.config.virtual_replicas > 0
-        ),
-        "is synchronized=True: it communicates with other replicas in each step, but with "
-        "config.jit_compile=True, config.local_steps and config.virtual_replicas each computes "
-        "alone. Leave synchronized, or these options, out.",
+    *(
+        _Row(
+            lambda layer: getattr(layer, "synchronized", False),
+            is_set,
+            f"is synchronized=True: it communicates with other replicas in each step, but with "
+            f"config.{option} each replica computes alone. Leave one of them out.",
+        )
+        for option, is_set in _COMPUTES_ALONE.items()
     ),
     _Row(
         lambda layer: any(v.aggregation != "none" for v in own(layer, "non_trainable_variables")),

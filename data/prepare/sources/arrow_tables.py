@@ -128,8 +128,9 @@ def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[s
             said += [f"also has {', '.join(more)}"] if more else []
             raise DataError(
                 f"{chunk.path}, row {chunk.first}: other columns than in {chunks[0].path}: it "
-                f"{' and '.join(said)}. All rows need the same columns: --columns has those that "
-                "are taken."
+                f"{' and '.join(said)}. All rows of all splits need the same columns, with the "
+                "label: --columns has those that are taken. --source may name one file, which is "
+                "then divided."
             )
     for flag, columns in named.items():
         for column in filter(None, columns):

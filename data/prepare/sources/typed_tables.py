@@ -67,8 +67,8 @@ def typed_source(
         if lacking and not mask.any():
             raise DataError(
                 f"{files.get(split, path)}: --missing={DROP} leaves no row: each has a missing "
-                "value. Give a number for missing numbers, for example --missing=0, or leave the "
-                "column out."
+                "value. Give a number for missing numbers, for example --missing=0, or remove the "
+                "column (of Parquet: by --columns)."
             )
     classes: dict[str, Classes] = {}
     if label is not None:
