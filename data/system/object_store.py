@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from data.system.errors import RunFailed
-from data.system.extras import import_extra
+from data.system.extras import missing
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -56,9 +56,13 @@ class UnavailableError(RunFailed, ConnectionError):
         return said or super().__str__()
 
 
-def require() -> ModuleType:
-    """Imports obstore. Raises UsageError if it is not installed."""
-    return import_extra("obstore", "s3", "s3://")
+class MissingObstoreError(OSError):
+    """obstore is not installed. The message says what to type."""
+
+
+def require() -> None:
+    """Raises MissingObstoreError if obstore is not installed."""
+    _obstore()
 
 
 def exists(url: str) -> bool:
@@ -132,7 +136,7 @@ def put_new(url: str, content: bytes) -> bool:
     with _object(url) as (store, key):
         try:
             store.put(key, content, mode="create", use_multipart=False)
-        except require().exceptions.AlreadyExistsError:
+        except _obstore().exceptions.AlreadyExistsError:
             return False
     return True
 
@@ -223,10 +227,19 @@ def _store(bucket: str) -> "S3Store":
     )
 
 
+def _obstore() -> ModuleType:
+    try:
+        import obstore
+    except ImportError as error:
+        message = missing("s3://", "obstore", "s3")
+        raise MissingObstoreError(errno.ENOENT, message) from error
+    return obstore
+
+
 @contextlib.contextmanager
 def _object(url: str) -> Iterator[tuple["S3Store", str]]:
     """The store and the key of `url`. Within it, errors of obstore become OSErrors."""
-    errors = require().exceptions
+    errors = _obstore().exceptions
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
     try:
         yield _store(bucket), key.rstrip("/")

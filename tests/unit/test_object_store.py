@@ -1,5 +1,6 @@
 """The third backend of files, against moto's server."""
 
+import errno
 import logging
 import os
 import re
@@ -10,8 +11,7 @@ import pytest
 
 from benchmarks.slow_link import SlowLink
 from data.system import files, object_store
-from data.system.errors import UsageError
-from data.system.object_store import UnavailableError
+from data.system.object_store import MissingObstoreError, UnavailableError
 from data.system.scratch import scratch_dir
 from tests.commands import run_python
 from tests.s3 import link, needs_s3, url
@@ -116,8 +116,9 @@ def test_url_without_a_file_system_is_a_mistake() -> None:
 
 def test_missing_package_is_explained(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(UsageError, match=r"s3:// needs the package obstore.* pip install"):
+    with pytest.raises(MissingObstoreError, match="pip install") as raised:
         files.exists(url)
+    assert raised.value.errno == errno.ENOENT
 
 
 def test_scratch_directory_of_a_killed_process_is_removed(

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from data.system import object_store
-from data.system.errors import UsageError
 from data.system.files import is_s3, is_url
 from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
@@ -59,8 +58,8 @@ def read_recipe() -> Recipe:
     if any(map(is_s3, (flags.MODEL_DIR.value or "", data_dir(config)))):
         try:
             object_store.require()
-        except UsageError as error:
-            raise ConfigError(str(error)) from None
+        except object_store.MissingObstoreError as error:
+            raise ConfigError(str(error.strerror)) from None
     return load_recipe(flags.FLAGS["config"].config_filename, config)
 
 
