@@ -126,7 +126,7 @@ class Learner(Update):
         self.batch_size = batch_size
         self.virtual_replicas = options.virtual_replicas
         self.needs_seeds = bind(model)
-        # In this order: the loss uses the variables; slots come before averages, as in checkpoints.
+        # In this order: the loss uses the variables, and `_start_update` a built optimizer.
         self._find_variables()
         self.objective = Objective(self, loss, metrics, keras_metrics, options, batch_size)
         self.build_optimizers()
