@@ -17,17 +17,16 @@ def imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         _taken_out()
-        for flag_name, flag in before.items():
-            FLAGS[flag_name] = flag
+        for flag, module in before:
+            FLAGS[flag.name] = flag
+            FLAGS.register_flag_by_module(module, flag)
 
 
-def _taken_out() -> dict[str, flags.Flag]:
-    """Removes and returns all flags but those of absl itself, by name."""
-    found = {
-        name: FLAGS[name]
-        for name in list(FLAGS)
-        if not str(FLAGS.find_module_defining_flag(name)).startswith("absl")
-    }
-    for name in found:
+def _taken_out() -> list[tuple[flags.Flag, str]]:
+    """Removes and returns all flags but those of absl itself, with the modules that define them."""
+    modules = {name: FLAGS.find_module_defining_flag(name) for name in list(FLAGS)}
+    own = {name: module for name, module in modules.items() if not module.startswith("absl")}
+    found = [(FLAGS[name], module) for name, module in own.items()]
+    for name in own:
         delattr(FLAGS, name)
     return found
