@@ -275,6 +275,7 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": pa.array([[]] * 4, pa.list_(pa.float32()))}, {}, "of numbers with a fraction"),
         ({"x": [[1]]}, {"label": "x"}, "column x has lists, so it cannot be in --label"),
         ({"x": ["trian"], "z": [1]}, {"split_column": "x"}, "column x has 'trian'"),
+        ({"x": [["train"]], "z": [1]}, {"split_column": "x"}, "column x has .*'train'"),
     ],
 )
 def test_wrong_columns_are_explained(
