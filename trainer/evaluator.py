@@ -38,7 +38,7 @@ from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard
 from trainer.inputs import data_errors_explained, open_inputs
-from trainer.preflight import check_model_dir, finished_result
+from trainer.model_dir import check_model_dir, finished_result
 from trainer.run_files import RunFiles, local_dir
 from trainer.run_record.recorder import Recorder
 from trainer.run_record.report_upload import uploading_reports

@@ -28,7 +28,7 @@ from trainer.hooks.base import Hook
 from trainer.hooks.building import Parts
 from trainer.learner import Learner
 from trainer.loop import train
-from trainer.preflight import disk_errors_explained
+from trainer.model_dir import disk_errors_explained
 from trainer.run_files import RunFiles, progress_of
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.building import Parts
 from trainer.inputs import data_errors_explained, open_inputs
-from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
+from trainer.model_dir import check_model_dir, disk_errors_explained, finished_result
 from trainer.resume import restore_newest, train_recovering
 from trainer.run_files import RunFiles, point_latest_to, progress_of
 from trainer.run_record.recorder import Recorder

@@ -137,13 +137,14 @@ def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
     if flags.CHECK.value:
         return check(recipe, model_dir, cluster, is_launched=True)
     from trainer import preflight
+    from trainer.model_dir import check_model_dir
 
     # Without --min_workers the task finds it, before it trains.
     if flags.MIN_WORKERS.present and not cluster.num("ps"):
         num_replicas = preflight.num_replicas_here(flags.NUM_GPUS.value)
         check_replicas(recipe.config, num_workers(cluster) * num_replicas)
     _preflight(recipe, model_dir, cluster)
-    preflight.check_model_dir(model_dir)
+    check_model_dir(model_dir)
     return READY
 
 
@@ -164,11 +165,13 @@ def says_finished(
     `hides_gpus`: as of preflight. `dashes` precede the names of options: none in Python.
     """
     tf_setup.import_tensorflow()
-    from trainer import preflight
+    from trainer.model_dir import finished_result
 
-    result = preflight.finished_result(model_dir, recipe.config)
+    result = finished_result(model_dir, recipe.config)
     if result is None:
         return False
+    from trainer import preflight  # Most runs are not finished, and do without it.
+
     # The finished run may be of another config.
     preflight.preflight(recipe, model_dir, hides_gpus=hides_gpus)
     values = {name: value for name, value in result["eval"].items() if isinstance(value, float)}
