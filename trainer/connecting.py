@@ -23,11 +23,12 @@ from data.system.cores import num_cores
 from data.system.files import is_s3, is_url, shown
 from data.system.stopwatch import SERVING
 from strategies.base import Executor
+from strategies.cluster.gpus import choose_gpus
 from strategies.cluster.peers import check_own_address, port_of
 from strategies.cluster.ports import held
 from strategies.cluster.rendezvous import Processes, connecting
 from strategies.cluster.tf_config import Cluster
-from strategies.gpus import choose_gpus, replica_devices, use_gpus
+from strategies.gpus import replica_devices, use_gpus
 from strategies.mirrored import MirroredExecutor
 from trainer.compiled_programs import kept_programs
 from trainer.config import ConfigError, data_dir

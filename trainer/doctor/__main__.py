@@ -202,7 +202,8 @@ def _all_reduce(doctor: _Doctor) -> Json:
         return {"why_not": f"not all tasks {needed}"}
     doctor.doing = "in TensorFlow's all-reduce"
     import_tensorflow()
-    from strategies.gpus import choose_gpus, use_gpus
+    from strategies.cluster.gpus import choose_gpus
+    from strategies.gpus import use_gpus
     from strategies.lost_peers import PeerLostError, losses_explained
     from strategies.multiworker import MultiWorkerExecutor
     from trainer.doctor.devices import check_devices

@@ -190,7 +190,7 @@ def check(
 
     `is_launched`: the tasks of `cluster` would be started on this host.
     """
-    from strategies.gpus import gpus_of_host
+    from strategies.cluster.gpus import gpus_of_host
 
     workers, num_ps = num_workers(cluster), cluster.num("ps") if cluster else 0
     if not num_ps:
