@@ -30,8 +30,14 @@ from data.system.pipes import outlives_terminal
 from trainer import flags, tf_setup
 from trainer.api.result import Result, result_of
 from trainer.config import Config, Recipe
-from trainer.flags.checks import read_cluster, read_recipe
-from trainer.flags.start import model_dir_of, says_finished, set_train_steps, task_spec
+from trainer.flags.checks import read_recipe
+from trainer.flags.start import (
+    model_dir_of,
+    read_cluster,
+    says_finished,
+    set_train_steps,
+    task_spec,
+)
 from trainer.guards.signals import StopSignals, stop_signals
 from trainer.run_files import RunFiles
 
