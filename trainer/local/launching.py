@@ -176,9 +176,10 @@ def fork_server(label: str) -> ForkServer:
         "data.system.compat.freed_memory:keep_freed_memory",
         "trainer.tf_setup:import_tensorflow",
     )
-    of_tasks = ("trainer.__main__", "trainer.cli", "trainer.preflight", "trainer.task")
+    of_tasks = ("__main__", "cli", "preflight", "task", "in_cluster")
     of_strategies = ("multiworker", "ps.servers", "ps.asynchronous", "ps.sync.executor")
-    preload = [*of_tasks, *(f"strategies.{module}" for module in of_strategies)]
+    preload = [f"trainer.{module}" for module in of_tasks]
+    preload += [f"strategies.{module}" for module in of_strategies]
     return ForkServer(label, setup=steps, preload=preload)
 
 
