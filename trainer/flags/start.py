@@ -23,13 +23,7 @@ from trainer import flags, tf_setup
 from trainer.config import Recipe, flatten, overridden_fields, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE
-from trainer.flags.checks import (
-    check_pairs,
-    check_strategy_of_flags,
-    metrics_listener,
-    num_to_aggregate,
-    serves,
-)
+from trainer.flags import checks
 from trainer.task_spec import TaskSpec
 
 if TYPE_CHECKING:
@@ -91,9 +85,9 @@ def read_cluster(*, is_launched: bool) -> "Cluster | None":
         ConfigError: a flag would be ignored, or a needed flag is missing.
         ClusterError: the description is wrong.
     """
-    check_strategy_of_flags()
+    checks.check_strategy_of_flags()
     if flags.STRATEGY.value == "mirrored" and "TF_CONFIG" not in os.environ:
-        check_pairs()
+        checks.check_pairs()
         return None
     from trainer.flags.cluster import described_cluster
 
@@ -127,10 +121,10 @@ def task_spec(
         "is_verbose": flags.VERBOSE.value,
         "is_quiet": flags.QUIET.value,
         "flags": flags.strategy_words(),
-        "replicas_to_aggregate": num_to_aggregate(recipe, workers),
+        "replicas_to_aggregate": checks.num_to_aggregate(recipe, workers),
         "is_checked": is_launched,
-        "serves": cluster is not None and serves(cluster),
-        "metrics_listener": metrics_listener(is_chief=cluster is None or cluster.is_chief),
+        "serves": cluster is not None and checks.serves(cluster),
+        "metrics_listener": checks.metrics_listener(is_chief=cluster is None or cluster.is_chief),
     }
     # The launchers of an elastic cluster look for the chief themselves.
     if flags.KEEP_SERVING.value or (cluster is not None and cluster.generation is not None):
