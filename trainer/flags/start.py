@@ -105,10 +105,9 @@ def task_spec(
     recipe: Recipe, cluster: "Cluster | None", model_dir: str, *, is_launched: bool = False
 ) -> TaskSpec:
     """Returns the task that the flags describe; its fields have the values of equal names."""
-    # With --min_workers a step has the same sub-batches, however many workers train.
-    is_elastic = is_launched and flags.MIN_WORKERS.present
     workers = num_workers(cluster)
-    if is_elastic:
+    if is_launched and flags.MIN_WORKERS.present:
+        # A step has the same sub-batches, however many workers train.
         from trainer.flags.cluster import most_workers
 
         workers = most_workers()
