@@ -38,14 +38,13 @@ def work(job: str, index: int, answer: Any, addresses: str, mb: int) -> None:
     import tensorflow as tf
 
     from strategies.gradients.all_reduce import all_reduced
-    from strategies.gradients.compression import Compression
     from strategies.multiworker import MultiWorkerExecutor
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     cluster = parse_hosts({job: addresses}, job, index, "multiworker")
     executor = MultiWorkerExecutor.connect(cluster, Transfer("ring"))
-    strategy, compression = executor.strategy, Compression()
+    strategy = executor.strategy
 
     @tf.function
     def run(num_times: Any) -> Any:
@@ -53,9 +52,7 @@ def work(job: str, index: int, answer: Any, addresses: str, mb: int) -> None:
         summed = strategy.run(lambda: tf.zeros([mb * 250_000]))
         for _ in tf.range(num_times):
             # A loop variable has no device, and an all-reduce needs one.
-            summed = strategy.run(
-                lambda t: all_reduced([tf.identity(t)], compression)[0], args=(summed,)
-            )
+            summed = strategy.run(lambda t: all_reduced([tf.identity(t)])[0], args=(summed,))
         return strategy.run(lambda t: t[0], args=(summed,))
 
     run(tf.constant(3))

@@ -416,3 +416,19 @@ def read_now(variable: tf.Variable) -> tf.Tensor:
     `strategy.run`.
     """
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+def present(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of gradients, of which some may be sparse, and some None."""
+    tensors = []
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            tensors += [gradient.values, gradient.indices]
+        elif gradient is not None:
+            tensors.append(gradient)
+    return tensors
+
+
+def num_bytes(tensor: Tensor | tf.Variable) -> int:
+    """Bytes of a tensor, or of a variable's value; its shape must be known."""
+    return int(tensor.shape.num_elements()) * int(tensor.dtype.size)

@@ -1,9 +1,8 @@
-"""The devices of a process: which GPUs are its own, and how many replicas they carry.
+"""The devices of a process, and how many replicas they carry. Tasks share GPUs by cluster/gpus.py.
 
-    choose_gpus(cluster)                        # if several tasks share this host
     devices = replica_devices(0, use_gpus(None))        # ["GPU:0", "GPU:1"]
 
-All must be called before TensorFlow has initialised a device.
+It must be called before TensorFlow has initialised a device.
 """
 
 import contextlib
@@ -13,91 +12,22 @@ import os
 import re
 import shlex
 import subprocess
-from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
 from data.system.errors import UsageError
 from data.system.extras import install_command
-from strategies.cluster.peers import host_of
-from strategies.cluster.tf_config import Cluster
 
 log = logging.getLogger(__name__)
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LEAST_MIB = 512  # cuDNN and cuBLAS need some hundred for themselves.
-
-
-def choose_gpus(
-    cluster: Cluster, *, is_launched: bool = False, env: MutableMapping[str, str] = os.environ
-) -> None:
-    """Makes only the GPUs visible that belong to this task, if it shares its host with others.
-
-    All workers get the same number, which TensorFlow needs: that of a host with the most workers.
-    A worker of ps computes on one GPU; its chief and parameter servers use none. An evaluator uses
-    the last GPU. A list in CUDA_VISIBLE_DEVICES is this task's own, unless other tasks have the
-    same: those of a local cluster (`is_launched`), or of Slurm if it has not chosen for each task.
-    """
-    visible, chosen = visible_gpus(env), _chosen(cluster, is_launched, env)
-    if chosen is not None and chosen != visible:
-        env[_VISIBLE] = ",".join(chosen)
-        log.info("CUDA_VISIBLE_DEVICES=%s, of %s.", env[_VISIBLE], ",".join(visible))
-
-
-def gpus_of_host(
-    cluster: Cluster, *, is_launched: bool = False, env: Mapping[str, str] = os.environ
-) -> dict[str, list[str]]:
-    """The GPUs that `choose_gpus` gives to each task of this host that computes, by its name."""
-    own = host_of(cluster.address)
-    here = (task for task in cluster.tasks() if host_of(cluster.address_of(task)) == own)
-    found = {str(task): _chosen(cluster.for_task(task), is_launched, env) for task in here}
-    return {name: gpus for name, gpus in found.items() if gpus}
-
-
-def _chosen(cluster: Cluster, is_launched: bool, env: Mapping[str, str]) -> list[str] | None:
-    """The GPUs of this task; None if it does not compute."""
-    is_ps = "ps" in cluster.jobs
-    if is_ps and cluster.task.job not in ("worker", "evaluator"):
-        return None
-    visible = visible_gpus(env)
-    is_local = is_launched and cluster.num_hosts == 1
-    is_of_slurm = "SLURM_PROCID" in env and not _has_slurm_chosen(env)
-    chosen = visible
-    if cluster.task.job == "evaluator":
-        chosen = visible[-1:]
-    elif _VISIBLE not in env or is_local or is_of_slurm:
-        hosts = {
-            task: host_of(cluster.address_of(task))
-            for task in cluster.trainers
-            if not is_ps or task.job == "worker"
-        }
-        neighbours = [task for task, host in hosts.items() if host == hosts[cluster.task]]
-        (_, most), *_ = Counter(hosts.values()).most_common(1)
-        chosen = share_of(visible, neighbours.index(cluster.task), most)
-    return chosen[:1] if is_ps else chosen
-
-
-def _has_slurm_chosen(env: Mapping[str, str]) -> bool:
-    """Returns True if Slurm gives each task GPUs of its own."""
-    return (
-        "SLURM_GPUS_PER_TASK" in env
-        or "gpu" in env.get("SLURM_TRES_PER_TASK", "")
-        or env.get("SLURM_GPU_BIND", "none") != "none"
-    )
-
-
-def share_of(gpus: list[str], place: int, num_places: int) -> list[str]:
-    """The part of `gpus` for place `place`: as many for each place, or one for several places."""
-    each = len(gpus) // num_places
-    if not each:
-        return [gpus[place % len(gpus)]] if gpus else []
-    return gpus[place * each : (place + 1) * each]
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
     """The names of the GPUs that this process may use, as CUDA numbers them."""
-    if (listed := env.get(_VISIBLE)) is not None:
+    if (listed := env.get(VISIBLE)) is not None:
         names = [name.strip() for name in listed.split(",")]
         # CUDA ignores what follows an unknown name; "-1" and "" are used to hide all.
         return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))

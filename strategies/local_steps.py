@@ -97,6 +97,20 @@ class LocalSteps:
         self._every = every
         self._outer_learning_rate, self._outer_momentum = outer_learning_rate, outer_momentum
 
+    def new_marks(self, strategy: tf.distribute.Strategy, step: tf.Variable) -> StepMarks:
+        """The marks of complete steps, which keep all that a step changes."""
+        changing = [*self.weights, *self.others, *self.momenta, *self.counters]
+        return StepMarks(strategy, step, changing)
+
+    def new_rounds(
+        self,
+        strategy: tf.distribute.Strategy,
+        marks: StepMarks,
+        *sums: Callable[..., Sequence[Tensor]],
+    ) -> "LocalRounds":
+        """The averages of one executor; LocalRounds explains the arguments."""
+        return LocalRounds(strategy, self, marks, *sums)
+
     def rounds(self, step: int, num_steps: int) -> list[int]:
         """Returns the numbers of steps up to each average, from `step` on, by `every`.
 

@@ -12,7 +12,7 @@ On GPUs, the next batch is gathered from memory and copied while a step computes
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from typing_extensions import override
@@ -25,14 +25,15 @@ from data.system.compat.autograph import no_autograph
 from data.system.errors import UsageError
 from strategies.base import STEPS, Batch, Executor, Learner, Tensor
 from strategies.gradients.all_reduce import TOTALS_KEY, all_reduced, summed_with_key
-from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
 from strategies.gradients.parts import totals_of_parts
-from strategies.local_steps import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
-from strategies.step_marks import StepMarks
-from strategies.transfer import AS_COMPUTED, Transfer
+
+if TYPE_CHECKING:
+    from strategies.gradients.compression import Compression
+    from strategies.local_steps import LocalRounds
+    from strategies.step_marks import StepMarks
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -47,15 +48,16 @@ class MirroredExecutor(Executor):
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        transfer: Transfer = AS_COMPUTED,
+        compression: "Compression | None" = None,
         process_index: int = 0,
     ) -> None:
         """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way.
 
-        `process_index` counts the processes that train; each has the same number of replicas.
+        `compression` rounds gradients before they are summed. `process_index` counts the processes
+        that train; each has the same number of replicas.
         """
         super().__init__(strategy, int(strategy.num_replicas_in_sync))
-        self._compression = Compression(transfer.wire_dtype, self.num_replicas)
+        self._compression = compression
         self._bucket_bytes: float = _GPU_BUCKET_BYTES if self._has_gpus else _CPU_BUCKET_BYTES
         num_local = len(strategy.extended.worker_devices)
         self._local_replicas = range(process_index * num_local, (process_index + 1) * num_local)
@@ -99,9 +101,8 @@ class MirroredExecutor(Executor):
         is_timed = local is not None and local.every_secs > 0
         marks = self._marks = self._new_marks()
         if local and marks:
-            self._rounds = LocalRounds(
-                self.strategy, local, marks, self._all_reduced, self._summed_over_replicas
-            )
+            sums = self._all_reduced, self._summed_over_replicas
+            self._rounds = local.new_rounds(self.strategy, marks, *sums)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             if local:
@@ -179,15 +180,10 @@ class MirroredExecutor(Executor):
         with averaged_over_replicas(learner.layer_state):
             return learner.gradients(batch)
 
-    def _new_marks(self) -> StepMarks | None:
+    def _new_marks(self) -> "StepMarks | None":
         """The marks of complete steps; None if a failure finds no step that has begun."""
-        learner, local = self._learner, self._learner.local_steps
-        changing = learner.forward_state
-        if local:
-            changing = [*local.weights, *local.others, *local.momenta, *local.counters]
-        elif self.peers is None:
-            return None
-        return StepMarks(self.strategy, learner.step, changing)
+        local = self._learner.local_steps
+        return local.new_marks(self.strategy, self._learner.step) if local else None
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
@@ -212,7 +208,7 @@ class MirroredExecutor(Executor):
     ) -> Sequence[Tensor]:
         by_tree, bucket_bytes = self._num_parts > 0, self._bucket_bytes
         summed = all_reduced(gradients, self._compression, bucket_bytes, by_tree=by_tree)
-        return [*summed, *all_reduced(exact, Compression(), self._bucket_bytes)]
+        return [*summed, *all_reduced(exact, bucket_bytes=self._bucket_bytes)]
 
     @override
     def _steps_of_call(self, num_steps: int) -> int:
@@ -305,8 +301,10 @@ class MirroredExecutor(Executor):
 
     @override
     def _drop_kept(self) -> None:
-        if self._compression.is_lossy or self._learner.local_steps:
-            self._compression.forget_residuals()
+        compression = self._compression
+        if compression:
+            compression.forget_residuals()
+        if self._learner.local_steps or (compression and compression.is_lossy):
             self._prepare_run()
 
     def start_evaluation(self, learner: Learner, evaluation: Reader) -> None:

@@ -26,7 +26,7 @@ from data.system.compat.collective_abort import abort_collectives
 from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
 from data.system.errors import UsageError
-from strategies.base import Batch, Tensor
+from strategies.base import Batch, Tensor, num_bytes, present
 from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
@@ -41,11 +41,11 @@ from strategies.gradients.all_reduce import (
     cpu_of_worker,
     summed_with_key,
 )
-from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
 from strategies.lost_peers import LOSSES, PeerLostError, loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
+from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
 from strategies.transfer import AS_COMPUTED, Transfer
 
@@ -87,6 +87,8 @@ class WorkerPeers:
 class MultiWorkerExecutor(MirroredExecutor):
     """This worker's part of the replicas of every step."""
 
+    _compression: Compression
+
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
@@ -97,7 +99,8 @@ class MultiWorkerExecutor(MirroredExecutor):
         """`start` chooses the size of buckets if `transfer` has none."""
         self._cluster = cluster
         self._has_trained = threading.Event()
-        super().__init__(strategy, transfer, cluster.trainers.index(cluster.task))
+        compression = Compression(transfer.wire_dtype, int(strategy.num_replicas_in_sync))
+        super().__init__(strategy, compression, cluster.trainers.index(cluster.task))
         self.is_chief = cluster.is_chief
         self.peers = WorkerPeers(cluster, processes, self._has_trained)
         self._transfer = transfer
@@ -195,7 +198,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         @tf.function
         def sum_repeatedly(vector: tf.Tensor, num_times: tf.Tensor) -> tf.Tensor:
             for _ in tf.range(num_times):  # Zeros, so that sums of sums do not overflow.
-                vector = self.strategy.run(lambda v: all_reduced([v], Compression())[0], (vector,))
+                vector = self.strategy.run(lambda v: all_reduced([v])[0], (vector,))
             return vector
 
         def secs_of(size: int, num_times: int) -> float:
@@ -226,6 +229,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         with self.stopwatch.spend("sum wait"), self._losses_explained("between steps"):
             gathered = self._gather_in_graph(tf.constant(number, tf.int64)).numpy()
         return [int(n) for n in gathered]
+
+    @override
+    def _new_marks(self) -> StepMarks:
+        """A worker that is lost leaves sums without an end, so that each step is marked."""
+        learner = self._learner
+        return super()._new_marks() or StepMarks(self.strategy, learner.step, learner.forward_state)
 
     @override
     def _prepare_run(self) -> None:

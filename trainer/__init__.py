@@ -2,7 +2,7 @@
 
 `__main__.py` parses the command line, `task.py` runs one task from top to bottom, and `loop.py` is
 the training loop. `learner/` has the maths of a step, which all strategies share. Read `task.py`
-first, then `loop.py`. `connecting.py` chooses the strategy.
+first, then `loop.py`. `connecting.py` and `in_cluster.py` choose the strategy.
 
     import trainer
     result = trainer.train("configs/digits.py", strategy="mirrored", train_steps=200)

@@ -11,19 +11,22 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 from data.system.compat.freed_memory import keep_freed_memory
 from data.system.cores import pin_to_cpus
-from strategies.cluster.tf_config import Cluster
 from trainer import flags, tf_setup
 from trainer.config import ConfigError, Recipe
 from trainer.exit_codes import EXIT_DONE
 from trainer.flags import start
-from trainer.flags.checks import check_sizes, read_cluster, read_recipe, serves
-from trainer.flags.start import cluster_here, model_dir_of, num_workers, task_spec
+from trainer.flags.checks import check_sizes, read_recipe, serves
+from trainer.flags.start import model_dir_of, num_workers, read_cluster, task_spec
 from trainer.guards.parent_watch import watch_parent
 from trainer.program import python_command
 from trainer.task_spec import TaskSpec
+
+if TYPE_CHECKING:
+    from strategies.cluster.tf_config import Cluster
 
 
 def main(argv: Sequence[str]) -> int | TaskSpec:
@@ -38,6 +41,8 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
     is_launched = has_parent and not only_checks
     recipe, cluster = _read(argv, is_launched=is_launched)
     if only_checks:
+        from trainer.flags.cluster import cluster_here
+
         return start.check_before_launch(recipe, cluster or cluster_here())
     if flags.DOWNLOAD_ONLY.value:
         tf_setup.import_tensorflow()
@@ -73,7 +78,7 @@ def view(model_dir: str, *, is_launcher: bool) -> AbstractContextManager[None]:
     return live_view(model_dir, is_launcher=is_launcher) if can_show(model_dir) else nullcontext()
 
 
-def _read(argv: Sequence[str], *, is_launched: bool) -> tuple[Recipe, Cluster | None]:
+def _read(argv: Sequence[str], *, is_launched: bool) -> tuple[Recipe, "Cluster | None"]:
     """The checked command line; also sets up logging and the environment of TensorFlow."""
     tf_setup.configure_logging(is_quiet=flags.QUIET.value)
     if len(argv) > 1:
@@ -85,7 +90,7 @@ def _read(argv: Sequence[str], *, is_launched: bool) -> tuple[Recipe, Cluster | 
     return recipe, cluster
 
 
-def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int | TaskSpec:
+def _task(recipe: Recipe, cluster: "Cluster | None", *, is_launched: bool) -> int | TaskSpec:
     if not is_launched:  # A launcher has checked them for all hosts, which may not all be here.
         num_ps = cluster.num("ps") if cluster else 0
         check_sizes(recipe, num_workers(cluster), num_ps)

@@ -1,6 +1,6 @@
 """The `evaluator` task: evaluates the checkpoints of a run, outside the training cluster.
 
-    exit_code = follow(spec, signals, recorder)
+    exit_code = follow(spec, cluster, signals, recorder)
 
 If `TF_CONFIG` names an evaluator, the tasks that train do not evaluate. The evaluator evaluates
 each new checkpoint on its own devices, and keeps the best. It ends when it has evaluated the last
@@ -38,7 +38,7 @@ from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard
 from trainer.inputs import data_errors_explained, open_inputs
-from trainer.preflight import check_model_dir, finished_result
+from trainer.model_dir import check_model_dir, finished_result
 from trainer.run_files import RunFiles, local_dir
 from trainer.run_record.recorder import Recorder
 from trainer.run_record.report_upload import uploading_reports
@@ -50,19 +50,18 @@ log = logging.getLogger(__name__)
 _POLL_SECS = 1.0
 
 
-def follow(spec: TaskSpec, signals: StopSignals, recorder: Recorder) -> int:
+def follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, recorder: Recorder) -> int:
     """Evaluates checkpoints until the last one of the run; returns the exit code.
 
     On the stopwatch of `recorder`, waiting for the next checkpoint is "input wait".
     """
-    assert spec.cluster is not None, "an evaluator is a task of a cluster"
     lines = "evaluator/metrics.jsonl"
     with (
-        held(port_of(spec.cluster.address)),  # So that a second evaluator is refused.
+        held(port_of(cluster.address)),  # So that a second evaluator is refused.
         uploading_reports(spec.model_dir, [lines, "tensorboard/eval"], resumes=lines),
     ):
         recorder.open()
-        return _follow(spec, spec.cluster, signals, recorder.stopwatch)
+        return _follow(spec, cluster, signals, recorder.stopwatch)
 
 
 def _follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, stopwatch: Stopwatch) -> int:

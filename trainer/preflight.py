@@ -5,38 +5,25 @@
 No GPU is used, except by a process that will train: their memory is for the processes that train.
 """
 
-import contextlib
-import dataclasses
-import errno
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
-from data.system import files
-from data.system.object_store import UnavailableError
 from strategies.gpus import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from strategies.tables import part_rows
 from trainer.batch_checks import check_batches
 from trainer.build import build_checkpointer
-from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
-from trainer.checkpoints.file_checks import DiskError
+from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.marks import Saved
-from trainer.config import Config, Recipe, changed_fields, data_dir
-from trainer.exit_codes import EXIT_DONE
+from trainer.config import Recipe, changed_fields, data_dir
 from trainer.guards.fingerprint import log_keras_settings
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.hooks.export import check_export, export_notes
 from trainer.inputs import Inputs, open_inputs
 from trainer.learner import Learner
-from trainer.run_files import Document, RunFiles
 from trainer.session import build_session
-
-_PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
-# Errors of a disk, which need no other command: out of room or quota, or failing.
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -131,62 +118,3 @@ def num_replicas_here(num_gpus: int | None) -> int:
     if num_gpus is None:
         num_gpus = len(tf.config.list_physical_devices("GPU"))
     return max(1, num_gpus)
-
-
-def finished_result(model_dir: str, config: Config) -> Document | None:
-    """The result of a complete run in `model_dir`, if there is one.
-
-    A run is complete with at least `train_steps`, or if it stopped early by the same rule.
-    """
-    result = RunFiles(model_dir).read_result()
-    if result is None or result["exit_code"] != EXIT_DONE:
-        return None
-    stopped_early = result.get("stopped_early_by") == dataclasses.asdict(config.early_stopping)
-    return result if stopped_early or result["step"] >= config.train_steps else None
-
-
-def check_model_dir(model_dir: str) -> None:
-    """Writes a file to `model_dir`, or where this directory would be made, and removes it.
-
-    Raises:
-        ModelDirError: no file can be written to it, or it has a file of a run's directory's name.
-        DiskError: its disk is full or fails, or has become read-only since a run wrote there.
-        UnavailableError: it is at s3://, which does not answer.
-    """
-    run = RunFiles(model_dir)
-    if path := run.name_of_wrong_kind():
-        found, needed = "directory", "file"
-        if not files.is_dir(path):
-            found, needed = needed, found
-        raise ModelDirError(
-            f"{path} is a {found}, and a run writes a {needed} of this name. Move it to another "
-            "place, or give another --model_dir."
-        )
-    with disk_errors_explained(model_dir):
-        place = model_dir
-        if files.is_url(model_dir):
-            files.make_dirs(model_dir)
-        while not (files.is_url(place) or os.path.lexists(place)):
-            place = os.path.dirname(os.path.abspath(place))
-        probe = files.join(place, f".writable-{os.getpid()}")
-        files.replace_file(probe, b"." * _PROBE_BYTES)
-        files.remove_file(probe)
-
-
-@contextlib.contextmanager
-def disk_errors_explained(model_dir: str) -> Iterator[None]:
-    """Raises DiskError or ModelDirError, as `check_model_dir` does, for an OSError inside it."""
-    try:
-        yield
-    except UnavailableError:
-        raise  # `__main__` explains it.
-    except OSError as error:
-        reason = f"--model_dir={model_dir} cannot be written: {error.strerror or error}."
-        was_writable = error.errno == errno.EROFS and files.exists(RunFiles(model_dir).config)
-        if error.errno in _DISK_ERRORS or was_writable:
-            raise DiskError(
-                f"{reason} Make room on its disk, or repair it, and start again."
-            ) from error
-        raise ModelDirError(
-            f"{reason} Give a directory that this user may write to, on a disk with room."
-        ) from error

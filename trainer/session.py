@@ -79,8 +79,6 @@ def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
 
     Raises a UsageError for a user's mistake.
     """
-    # Before the model is built: with other settings of Keras on this host, building may fail.
-    fingerprint.check_agreement(spec, executor)
     if spec.is_chief and not spec.is_checked:
         fingerprint.log_keras_settings()
     check_replicas(spec.recipe.config, executor.replicas_per_step)

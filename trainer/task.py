@@ -20,18 +20,18 @@ from data.system.background import in_background
 from strategies.base import Executor
 from strategies.lost_peers import PeerLostError, loss_of
 from strategies.position import Position
-from trainer import connecting, reporting
+from trainer import reporting
 from trainer.checkpoints.finite import NonFiniteLossError
+from trainer.checkpoints.last_step import save_last_complete_step
 from trainer.checkpoints.marks import Saved
-from trainer.checkpoints.survivors import save_last_complete_step
-from trainer.evaluator import follow
+from trainer.connecting import Alone, configured_tensorflow
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards import run_lock
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.building import Parts
 from trainer.inputs import data_errors_explained, open_inputs
-from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
+from trainer.model_dir import check_model_dir, disk_errors_explained, finished_result
 from trainer.resume import restore_newest, train_recovering
 from trainer.run_files import RunFiles, point_latest_to, progress_of
 from trainer.run_record.recorder import Recorder
@@ -55,28 +55,29 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         if spec.is_checked:  # Otherwise this task may refuse the directory.
             recorder.open()
         # 1. Check what is known without TensorFlow's runtime.
-        connecting.check_cluster(spec)
+        place = _place_of(spec)
+        place.prepare()
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
-        at_end.enter_context(connecting.configured_tensorflow(spec))
-        if spec.cluster and spec.cluster.task.job == "evaluator":
-            return follow(spec, signals, recorder)
-        num_gpus = connecting.use_gpus_of(spec)
-        if spec.serves:
-            connecting.serve_task(spec, signals, recorder, num_gpus)
+        at_end.enter_context(configured_tensorflow(spec))
+        if (exit_code := place.run_other(signals, recorder)) is not None:
+            return exit_code
+        num_gpus = place.use_gpus()
         # 3. Open the data, before other tasks wait for this one.
-        with connecting.answering_servers(spec, num_gpus):
+        with place.answering(num_gpus):
             inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
             check_model_dir(spec.model_dir)
         # 4. Connect, before the first variable.
         try:
-            executor = connecting.connect(spec, num_gpus)
+            executor = place.connect(num_gpus)
         except PeerLostError as error:
             log.error("%s", error)
             return EXIT_RESTART
         executor.stopwatch = recorder.stopwatch
         started = time.monotonic()
         with _supervised(spec, signals, executor, recorder) as outcome:
-            # 5. Build the model, the optimizer and the checkpointer.
+            # 5. Build the model, the optimizer and the checkpointer. Before, the settings of Keras
+            #    are compared: with other settings on this host, building may fail.
+            place.check_agreement(executor)
             parts = build_parts(spec, inputs, executor)
             # 6. Resume. From here on the files of a former run are overwritten.
             if spec.is_chief and not spec.is_checked:  # Otherwise its launcher sees to it.
@@ -87,19 +88,27 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                     log.warning("%s is finished.", spec.model_dir)
                     outcome.exit_code = EXIT_DONE
                     return EXIT_DONE
-            saved = _resume(parts)
+            saved = _resume(parts, place)
             recorder.open(makes_directory=True)
             # 7. Train.
             hooks, console = reporting.hooks_of(parts, recorder, saved)
             with (
                 reporting.failure_recorded(parts, started),
                 reporting.uploading(parts),
-                _complete_steps_saved(parts, signals),
+                _complete_steps_saved(parts, place, signals),
             ):
                 step = train_recovering(parts, hooks)
             outcome.exit_code = reporting.record_end(parts, hooks, console, step, started)
             # 8. Close: `_supervised` does it when this block ends, also after an error.
         return EXIT_RESTART if outcome.exit_code is None else outcome.exit_code
+
+
+def _place_of(spec: TaskSpec) -> Alone:
+    if spec.cluster is None:
+        return Alone(spec)
+    from trainer.in_cluster import InCluster  # One process needs nothing of it.
+
+    return InCluster(spec)
 
 
 @dataclass
@@ -186,10 +195,10 @@ def _what_a_restart_does(spec: TaskSpec) -> str:
     return "The last checkpoint is complete; restart to resume."
 
 
-def _resume(parts: Parts) -> Saved | None:
+def _resume(parts: Parts, place: Alone) -> Saved | None:
     spec, executor, recovery = parts.spec, parts.executor, parts.executor.recovery
     files = RunFiles(spec.model_dir)
-    saved = restore_newest(parts)
+    saved = restore_newest(parts, place.take_over)
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
@@ -213,7 +222,7 @@ def _resume(parts: Parts) -> Saved | None:
 
 
 @contextlib.contextmanager
-def _complete_steps_saved(parts: Parts, signals: StopSignals) -> Iterator[None]:
+def _complete_steps_saved(parts: Parts, place: Alone, signals: StopSignals) -> Iterator[None]:
     """Saves the last complete step if an error ends training.
 
     Saves nothing if the loss is not finite, after a second Ctrl-C in a notebook, or if `ps` has
@@ -232,7 +241,8 @@ def _complete_steps_saved(parts: Parts, signals: StopSignals) -> Iterator[None]:
         ends_at_once = isinstance(error, KeyboardInterrupt) and executor.stop_requested
         is_on_servers = is_lost and executor.recovery is not None
         if not (ends_at_once or is_on_servers or isinstance(error, NonFiniteLossError)):
-            save_last_complete_step(executor, parts.learner, parts.checkpointer, spec.cluster)
+            state = parts.learner, parts.checkpointer
+            save_last_complete_step(executor, *state, place.write_last)
         raise
     finally:
         if spec.strategy == "multiworker":

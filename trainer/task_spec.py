@@ -3,10 +3,13 @@
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from strategies.cluster.tf_config import Cluster
 from strategies.transfer import AS_COMPUTED, Transfer
 from trainer.config import Recipe
+
+if TYPE_CHECKING:
+    from strategies.cluster.tf_config import Cluster
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class TaskSpec:
 
     strategy: str
     recipe: Recipe
-    cluster: Cluster | None  # With this task's place in it; None for a single process.
+    cluster: "Cluster | None"  # With this task's place in it; None for a single process.
     model_dir: str
     is_latest: bool = False  # runs/latest will point to model_dir.
     replicas: int = 0

@@ -1,6 +1,7 @@
 """The sum of gradients over all replicas.
 
-    gradients = all_reduced(gradients, Compression("bfloat16", num_senders=2))  # in replica context
+    gradients = all_reduced(gradients)                  # in replica context
+    gradients = all_reduced(gradients, Compression("bfloat16", num_senders=2))
     bucket_mb = best_bucket_mb(gradient_bytes, network)
 
 The backward pass computes the gradients of the last layers first. Each bucket of gradients is
@@ -15,15 +16,16 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
-from strategies.base import Tensor
-from strategies.gradients.coalescing import num_bytes
-from strategies.gradients.compression import Compression
+from strategies.base import Tensor, num_bytes
 from strategies.gradients.parts import in_pairs
+
+if TYPE_CHECKING:
+    from strategies.gradients.compression import Compression
 
 # Two workers exchange vectors below this size. In training runs this makes 1.15 times as many
 # steps/s as the ring with 0.3 MB of gradients; with 10 MB the ring is faster (1.2 times).
@@ -53,14 +55,14 @@ class Network(NamedTuple):
 @no_autograph
 def all_reduced(
     gradients: Sequence[Tensor],
-    compression: Compression,
+    compression: "Compression | None" = None,
     bucket_bytes: float = math.inf,
     *,
     by_tree: bool = False,
 ) -> list[Tensor]:
     """The sum of each of `gradients` over all replicas. Called in replica context.
 
-    The sum is computed in the type in which gradients are sent. The result has the given types; a
+    The sum is computed in the type to which `compression` rounds. The result has the given types; a
     gradient of None stays None. Each element is summed in an order that the sizes of the gradients
     and `bucket_bytes` determine, so equal calls have equal bits. With `by_tree` that order is a
     binary tree over the replicas, a power of two; each worker has one replica, on its CPU.
@@ -79,7 +81,7 @@ def all_reduced(
         dtype = vector.dtype
         if dtype == tf.bfloat16 and not cpu_of_worker(context.strategy):
             vector = tf.cast(vector, tf.float32)  # NCCL does not sum bfloat16 in TensorFlow 2.21.
-        sent = compression.compress(vector, key=indices[0])
+        sent = compression.compress(vector, key=indices[0]) if compression else vector
         sum_of = _tree_sum if by_tree else _all_reduced_vector
         total = tf.cast(sum_of(sent), dtype)
         parts = tf.split(total, [tf.size(gradient) for gradient in bucket], num=len(bucket))
@@ -223,7 +225,9 @@ def _exchanged(vector: Tensor, group_key: int = _GROUP_KEY) -> Tensor:
     return tf.ensure_shape(first + second, vector.shape)
 
 
-def _gathered_rows(gradient: tf.IndexedSlices, compression: Compression) -> tf.IndexedSlices:
+def _gathered_rows(
+    gradient: tf.IndexedSlices, compression: "Compression | None"
+) -> tf.IndexedSlices:
     """The rows of all replicas, in their order. They are compressed between workers.
 
     Each replica may have another number of rows. TensorFlow's collectives refuse another number in
@@ -246,7 +250,8 @@ def _gathered_rows(gradient: tf.IndexedSlices, compression: Compression) -> tf.I
         # On the CPU, where tables are, also if the replicas are on GPUs.
         cpu = tf.DeviceSpec.from_string(first).replace(device_type="CPU", device_index=0)
         with tf.device(cpu.to_string()):
-            sent = compression.compress_rows(tf.IndexedSlices(*join(strategy, rows, ids)))
+            joined = tf.IndexedSlices(*join(strategy, rows, ids))
+            sent = compression.compress_rows(joined) if compression else joined
             arrived = _rows_of_workers(sent, num_workers)
             return tf.cast(arrived.values, gradient.dtype), arrived.indices
 

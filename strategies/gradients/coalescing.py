@@ -15,7 +15,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
-from strategies.base import Tensor, read_now
+from strategies.base import Tensor, num_bytes, read_now
 
 # A larger tensor is sent alone: copying it into a bucket costs more than a separate transfer.
 _LARGE_BYTES = 1 << 20
@@ -122,26 +122,10 @@ def _on(device: str) -> contextlib.AbstractContextManager[object]:
     return tf.device(device) if device else contextlib.nullcontext()
 
 
-def present(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of gradients, of which some may be sparse, and some None."""
-    tensors = []
-    for gradient in gradients:
-        if isinstance(gradient, tf.IndexedSlices):
-            tensors += [gradient.values, gradient.indices]
-        elif gradient is not None:
-            tensors.append(gradient)
-    return tensors
-
-
 def is_small(tensor: Tensor | tf.Variable) -> bool:
     """True if sending `tensor` (or a variable's value) together with others saves time."""
     known = tensor.shape.is_fully_defined() and tensor.dtype not in (tf.string, tf.bool)
     return bool(known and num_bytes(tensor) < _LARGE_BYTES)
-
-
-def num_bytes(tensor: Tensor | tf.Variable) -> int:
-    """Bytes of a tensor, or of a variable's value; its shape must be known."""
-    return int(tensor.shape.num_elements()) * int(tensor.dtype.size)
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.all_reduce import all_reduced
-from strategies.gradients.compression import Compression
 from strategies.gradients.parts import Share, gradients_of_parts
 
 
@@ -31,7 +30,7 @@ def averaged_over_replicas(variables: Sequence[tf.Variable]) -> Iterator[None]:
     before = [variable.read_value() for variable in variables]
     yield
     changes = [new.read_value() - old for new, old in zip(variables, before, strict=True)]
-    sums = all_reduced(changes, Compression())
+    sums = all_reduced(changes)
     for variable, old, total in zip(variables, before, sums, strict=True):
         variable.assign(old + total / num_replicas)
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
-from strategies.base import Batch, Tensor
-from strategies.gradients.coalescing import present
+from strategies.base import Batch, Tensor, present
 
 # Metric totals of a part are rounded to multiples of 2 ** -24. Sums of such numbers below 2 ** 29
 # are exact in float64, so they may be added in any order.

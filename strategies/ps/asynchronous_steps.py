@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from data.tickets import TicketSource
 from strategies import locks
-from strategies.base import Batch, Learner, Tensor, read_now
-from strategies.gradients.coalescing import is_small, present, read_together
+from strategies.base import Batch, Learner, Tensor, present, read_now
+from strategies.gradients.coalescing import is_small, read_together
 from strategies.gradients.compression import Compression
 from strategies.ps.closures import FEW_STEPS, STEPS_PER_CLOSURE, Closure, packed
 from strategies.ps.former_tickets import DROPPED, EMPTY_ROW, LOG_ROWS, log_place

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.errors import UsageError
-from strategies.base import Batch, Learner, Tensor
-from strategies.gradients.coalescing import buckets, num_bytes
+from strategies.base import Batch, Learner, Tensor, num_bytes
+from strategies.gradients.coalescing import buckets
 from strategies.gradients.parts import Share, gradients_of_parts, totals_of_parts
 from strategies.tables import tables_with
 

@@ -56,7 +56,7 @@ def compared(dtype, size, bucket_bytes):
 
     @tf.function
     def ours():
-        return strategy.run(lambda: all_reduced(parts, Compression(), bucket_bytes))
+        return strategy.run(lambda: all_reduced(parts, bucket_bytes=bucket_bytes))
 
     @tf.function
     def ring():

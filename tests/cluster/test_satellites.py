@@ -1,8 +1,12 @@
-"""Without any one satellite, all other modules can be imported, and a run trains."""
+"""Without any one satellite, all other modules can be imported, and a run trains.
+
+Without all code of clusters, a run of one process trains.
+"""
 
 import json
 import shutil
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,14 +40,16 @@ sys.exit(task.run(TaskSpec("mirrored", recipe, None, values["model_dir"])))
 """
 
 
+TEXT = (ROOT / "pyproject.toml").read_text()
+CONTRACTS = tomllib.loads(TEXT)["tool"]["importlinter"]["contracts"]
+LEAVES, OF_CLUSTERS = (c["protected_modules"] for c in CONTRACTS if c["type"] == "protected")
+
+
 def satellites() -> list[str]:
     """The modules that pyproject.toml places above the core, or protects from every importer."""
-    text = (ROOT / "pyproject.toml").read_text()
-    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
-    (layers,) = (c["layers"] for c in contracts if c.get("containers") == ["trainer"])
+    (layers,) = (c["layers"] for c in CONTRACTS if c.get("containers") == ["trainer"])
     above = [name.strip() for layer in layers[1:-1] for name in layer.split("|")]
-    protected = [m for c in contracts if c["type"] == "protected" for m in c["protected_modules"]]
-    return [*(f"trainer.{name}" for name in above), *protected]
+    return [*(f"trainer.{name}" for name in above), *LEAVES]
 
 
 def modules_in(directory: Path) -> list[str]:
@@ -54,6 +60,25 @@ def modules_in(directory: Path) -> list[str]:
     return sorted(names)
 
 
+def copy_without(deleted: Sequence[str], copy: Path) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("*.pyc"))
+    for module in deleted:
+        path = copy.joinpath(*module.split("."))
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.with_suffix(".py").unlink()
+
+
+def assert_trains(copy: Path, program: str, digits: Path, names: str = "") -> None:
+    model_dir = copy.parent / "run"
+    words = (f"--data_dir={digits}", f"--model_dir={model_dir}", "--train_steps=20")
+    run_python("-c", program, *words, cwd=copy, input=names, check=True, PYTHONPATH=str(copy))
+    result = json.loads((model_dir / "result.json").read_text())
+    assert (result["step"], result["exit_code"]) == (20, 0)
+
+
 @pytest.mark.parametrize(
     "satellite",
     [
@@ -62,22 +87,12 @@ def modules_in(directory: Path) -> list[str]:
     ],
 )
 def test_satellite_can_be_deleted(satellite: str, digits: Path, tmp_path: Path) -> None:
-    copy, model_dir = tmp_path / "copy", tmp_path / "run"
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("*.pyc"))
-    all_modules = set(modules_in(copy))
-    deleted = copy.joinpath(*satellite.split("."))
-    if deleted.is_dir():
-        shutil.rmtree(deleted)
-    else:
-        deleted.with_suffix(".py").unlink()
-    modules = modules_in(copy)
-    gone = all_modules - set(modules)
-    assert gone == {name for name in all_modules if f"{name}.".startswith(f"{satellite}.")} != set()
-
+    copy = tmp_path / "copy"
+    copy_without([satellite], copy)
     program = IMPORTS + (CORE if satellite == "trainer.cli" else COMMAND)
-    words = (f"--data_dir={digits}", f"--model_dir={model_dir}", "--train_steps=20")
-    names = " ".join(modules)
-    run_python("-c", program, *words, cwd=copy, input=names, check=True, PYTHONPATH=str(copy))
-    result = json.loads((model_dir / "result.json").read_text())
-    assert (result["step"], result["exit_code"]) == (20, 0)
+    assert_trains(copy, program, digits, " ".join(modules_in(copy)))
+
+
+def test_one_process_trains_without_the_code_of_clusters(digits: Path, tmp_path: Path) -> None:
+    copy_without(OF_CLUSTERS, tmp_path / "copy")
+    assert_trains(tmp_path / "copy", COMMAND, digits)

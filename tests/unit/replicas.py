@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from strategies.base import Batch
 from strategies.gradients.all_reduce import all_reduced
-from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
 from trainer.learner import Learner
 
@@ -28,7 +27,7 @@ def update_of(learner: Learner) -> Callable[[Batch], tf.Tensor]:
     def update(batch: Batch) -> tf.Tensor:
         with averaged_over_replicas(learner.layer_state):
             gradients, metrics = learner.gradients(batch)
-        learner.apply(all_reduced(gradients, Compression()))
+        learner.apply(all_reduced(gradients))
         return metrics
 
     return update

@@ -14,7 +14,6 @@ from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
-from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats
 from tests.unit.comparing import assert_same
 from tests.unit.replicas import ancestors, replicas
@@ -59,7 +58,7 @@ def test_gradients_of_a_type_that_nccl_does_not_sum_are_summed_in_float32() -> N
     @tf.function
     def summed() -> Any:
         gradient = tf.constant([1 / 3, 1e-3], tf.bfloat16)
-        return replicas(2).run(lambda: all_reduced([gradient], Compression())[0])
+        return replicas(2).run(lambda: all_reduced([gradient])[0])
 
     first, _ = replicas(2).experimental_local_results(summed())
     np.testing.assert_array_equal(first, tf.constant([2 / 3, 2e-3], tf.bfloat16))
@@ -98,7 +97,7 @@ def test_replicas_sum_each_bucket_while_the_backward_pass_continues() -> None:
 
 
 def test_rolled_back_training_starts_without_residuals(tmp_path: Path) -> None:
-    executor = MirroredExecutor(replicas(2), Transfer(wire_dtype="bfloat16"))
+    executor = MirroredExecutor(replicas(2), Compression("bfloat16", 2))
 
     def make() -> Learner:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(CLASSES)])

@@ -434,8 +434,8 @@ def test_own_names_and_addresses_are_here_and_others_are_not() -> None:
 PROGRAM = """
 import io, json, os, sys
 from data.system.errors import UsageError
-from trainer.flags.checks import read_cluster
 from trainer.flags.parsing import parse_words
+from trainer.flags.start import read_cluster
 from trainer.tf_setup import configure_logging
 for words, environment in json.load(sys.stdin):
     if (child := os.fork()) == 0:

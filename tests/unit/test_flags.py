@@ -17,8 +17,9 @@ import json, os, sys
 from data.system.errors import UsageError
 from trainer import cli, flags
 from trainer.flags.checks import check_sizes
+from trainer.flags.cluster import cluster_here
 from trainer.flags.parsing import parse_words
-from trainer.flags.start import cluster_here, num_workers
+from trainer.flags.start import num_workers
 def check(words, tf_config):
     if tf_config:
         os.environ["TF_CONFIG"] = tf_config

@@ -5,12 +5,9 @@ import tensorflow as tf
 
 from data.system.errors import UsageError
 from strategies import gpus
+from strategies.cluster.gpus import choose_gpus, gpus_of_host
 from strategies.cluster.tf_config import Cluster, Task
-from strategies.gpus import (
-    capability_note,
-    choose_gpus,
-    memory_limits,
-)
+from strategies.gpus import capability_note, memory_limits
 from strategies.transfer import Transfer
 
 # Host a has two workers, host b one.
@@ -79,7 +76,7 @@ def test_check_tells_the_gpus_of_each_task_of_this_host(
 ) -> None:
     env = {**OF_SLURM, "CUDA_VISIBLE_DEVICES": listed}
     cluster = Cluster(jobs, Task("worker", 0))
-    assert gpus.gpus_of_host(cluster, is_launched=jobs is LOCAL, env=env) == gpus_of
+    assert gpus_of_host(cluster, is_launched=jobs is LOCAL, env=env) == gpus_of
 
 
 @pytest.mark.parametrize("communication", ["auto", "nccl"])

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from data.system.errors import UsageError
 from strategies.base import read_now
+from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from strategies.step_errors import DataFaultError
-from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas
@@ -79,7 +79,7 @@ class Training:
     ) -> None:
         """The loss is multiplied by `factor`, and fails after `last_step`."""
         self.reader = make_reader(write_split(directory))
-        self.executor = MirroredExecutor(replicas(num), Transfer(wire_dtype=wire_dtype))
+        self.executor = MirroredExecutor(replicas(num), Compression(wire_dtype, num))
 
         def make() -> Learner:
             keras.utils.set_random_seed(0)

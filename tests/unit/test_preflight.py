@@ -14,12 +14,8 @@ from tests.faults.disks import mounted
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import DiskError
 from trainer.config import Config, load_recipe
-from trainer.preflight import (
-    check_model_dir,
-    finished_result,
-    num_replicas_here,
-    preflight,
-)
+from trainer.model_dir import check_model_dir, finished_result
+from trainer.preflight import num_replicas_here, preflight
 
 CONFIG = Config(dataset="digits", train_steps=100)
 DONE: dict[str, Any] = {"exit_code": 0, "eval": {}}

@@ -11,7 +11,7 @@ from data.system.object_store import UnavailableError
 from data.tfrecord.split import Split
 from tests.s3 import link, needs_s3, url
 from tests.unit.toy import Toy, assert_restores
-from trainer.preflight import check_model_dir
+from trainer.model_dir import check_model_dir
 
 __all__ = ["link", "url"]  # Fixtures.
 pytestmark = [pytest.mark.quick, needs_s3]

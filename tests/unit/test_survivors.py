@@ -1,6 +1,7 @@
 """After the loss of a worker: one checkpoint of the furthest step, never over a better one."""
 
 import contextlib
+import functools
 import logging
 import threading
 from pathlib import Path
@@ -18,7 +19,7 @@ from strategies.mirrored import MirroredExecutor
 from strategies.position import Reached
 from tests.unit.toy import Toy, assert_restores, file_size_limit
 from trainer.checkpoints import survivors
-from trainer.checkpoints.survivors import save_last_complete_step
+from trainer.checkpoints.last_step import save_last_complete_step
 
 
 class Lost(MirroredExecutor):
@@ -50,7 +51,8 @@ def trained(split: Split, model_dir: Path, num_steps: int, **options: Any) -> To
 
 
 def save(toy: Toy, cluster: Cluster) -> None:
-    save_last_complete_step(toy.executor, toy.learner, toy.checkpointer, cluster)
+    write = functools.partial(survivors.write_once, cluster=cluster)
+    save_last_complete_step(toy.executor, toy.learner, toy.checkpointer, write)
 
 
 def lock_of(toy: Toy, step: int, task: str) -> Path:

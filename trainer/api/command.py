@@ -17,8 +17,8 @@ from typing import IO
 from data.system.files import exists
 from trainer import flags
 from trainer.api.result import Result, result_of
-from trainer.flags.checks import read_cluster, read_recipe
-from trainer.flags.start import DEFAULT_DIR, model_dir_of
+from trainer.flags.checks import read_recipe
+from trainer.flags.start import DEFAULT_DIR, model_dir_of, read_cluster
 from trainer.program import python_command
 from trainer.run_files import RunFiles
 

@@ -30,8 +30,8 @@ from data.system.pipes import outlives_terminal
 from trainer import flags, tf_setup
 from trainer.api.result import Result, result_of
 from trainer.config import Config, Recipe
-from trainer.flags.checks import read_cluster, read_recipe
-from trainer.flags.start import model_dir_of, says_finished, set_train_steps, task_spec
+from trainer.flags import start
+from trainer.flags.checks import read_recipe
 from trainer.guards.signals import StopSignals, stop_signals
 from trainer.run_files import RunFiles
 
@@ -51,7 +51,7 @@ def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
     _refuse_flags()
     _check_keras()
     recipe = read_recipe()
-    read_cluster(is_launched=False)
+    start.read_cluster(is_launched=False)
     tf_setup.set_environment()
     with _settings_kept(), outlives_terminal():
         tf_setup.import_tensorflow()
@@ -65,11 +65,11 @@ def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
 def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
     from trainer import task
 
-    set_train_steps(recipe)
+    start.set_train_steps(recipe)
     model_dir = _model_dir(recipe)
-    if says_finished(recipe, model_dir, hides_gpus=False, dashes=""):
+    if start.says_finished(recipe, model_dir, hides_gpus=False, dashes=""):
         return result_in(model_dir)
-    spec = dataclasses.replace(task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
+    spec = dataclasses.replace(start.task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:
         exit_code = task.run(spec, Interrupts())
     except TrainerError as error:
@@ -126,7 +126,7 @@ def _check_tensorflow(virtual_replicas: int) -> None:
 def _model_dir(recipe: Recipe) -> str:
     """Returns the run's directory; waits if the default name, with its second, is taken."""
     while True:
-        model_dir = model_dir_of(recipe)
+        model_dir = start.model_dir_of(recipe)
         if flags.MODEL_DIR.value is not None or is_url(model_dir) or not Path(model_dir).exists():
             return model_dir
         time.sleep(0.1)

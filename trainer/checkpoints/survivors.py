@@ -1,6 +1,7 @@
-"""After an error, or the death of a task: saves the last complete step.
+"""After the death of another task: saves the last complete step once.
 
-    save_last_complete_step(executor, learner, checkpointer, cluster)     # then end
+    write = functools.partial(write_once, cluster=cluster)
+    save_last_complete_step(executor, learner, checkpointer, write)       # then end
     save_left_step(executor.recovery, learner, checkpointer)              # the next chief of ps
 
 An error of one worker leaves the others in a sum that never ends. So workers do not communicate.
@@ -28,13 +29,13 @@ import time
 from typing import TYPE_CHECKING
 
 from data.system import files
-from strategies.base import Executor
 from strategies.cluster.peers import UnknownHostError, identify
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
+from trainer.checkpoints.last_step import is_saved, write_if_newer
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
 
@@ -51,45 +52,14 @@ _CHIEF_SECS = 5.0
 _WAIT_SECS = 120.0
 
 
-def save_last_complete_step(
-    executor: Executor, learner: Learner, checkpointer: Checkpointer, cluster: Cluster | None
-) -> None:
-    """Returns when a checkpoint has the last complete step of this process, or cannot have it.
-
-    Called in the main thread after an error. Its own errors are only logged: the first error
-    matters more. `cluster` is None if this task is the only one.
-    """
-    what = "The last complete step"
-    try:
-        reached = executor.return_to_complete_step()
-        if reached is None:
-            log.warning(
-                "The error came in the middle of a step, and the variables are of no complete "
-                "step: this task saves nothing. Earlier checkpoints are complete."
-            )
-        elif reached.step:
-            what = f"Step {reached.step:,}"
-            require_finite(learner, reached.step)
-            _save(reached, checkpointer, cluster)
-    except NonFiniteLossError as error:
-        log.warning("%s is not saved: %s", what, first_line(error))
-    except Exception as error:
-        log.warning("%s could not be saved: %s", what, first_line(error))
-
-
-def _save(reached: Reached, checkpointer: Checkpointer, cluster: Cluster | None) -> None:
+def write_once(reached: Reached, checkpointer: Checkpointer, cluster: Cluster) -> None:
+    """As `write_if_newer`, but one of the tasks that call it writes, and the others wait for it."""
     step = reached.step
-    checkpointer.wait()  # The chief may be writing an earlier one.
     deadline = time.monotonic() + _WAIT_SECS
-    head_start = 0.0 if cluster is None or cluster.is_chief else time.monotonic() + _CHIEF_SECS
+    head_start = 0.0 if cluster.is_chief else time.monotonic() + _CHIEF_SECS
     number = 0  # Of the lock file: each writer that died has left one.
     while time.monotonic() < deadline:
-        newest = checkpointer.newest()
-        if step <= (newest.step if newest else 0):
-            log.warning("Step %s, the last that this task completed, is saved.", f"{step:,}")
-            return
-        if cluster is None:
-            _write(reached, checkpointer)
+        if is_saved(reached, checkpointer):
             return
         if time.monotonic() < head_start and not _is_dead(cluster.chief, cluster):
             time.sleep(_POLL_SECS)
@@ -98,7 +68,7 @@ def _save(reached: Reached, checkpointer: Checkpointer, cluster: Cluster | None)
         files.make_dirs(checkpointer.staging)
         if files.create_new(lock, f"{cluster.task.job} {cluster.task.index}".encode()):
             try:
-                _write(reached, checkpointer)
+                write_if_newer(reached, checkpointer)
             finally:
                 files.remove_file(lock)
             return
@@ -107,12 +77,6 @@ def _save(reached: Reached, checkpointer: Checkpointer, cluster: Cluster | None)
         else:
             time.sleep(_POLL_SECS)
     log.warning("Another worker has not saved step %s in %.0f s.", f"{step:,}", _WAIT_SECS)
-
-
-def _write(reached: Reached, checkpointer: Checkpointer) -> None:
-    checkpointer.save_for_restart(*reached)
-    if checkpointer.has_saved(reached.step):
-        log.warning("Saved step %s, the last that this task completed.", f"{reached.step:,}")
 
 
 def _owner(lock: str) -> Task | None:

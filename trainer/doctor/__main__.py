@@ -35,8 +35,9 @@ from trainer.doctor.plan import machine, mark_in, place_fault, plan_in_child, sh
 from trainer.doctor.table import as_json, text
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
 from trainer.flags import checks
+from trainer.flags.cluster import cluster_here, read_shared_settings
 from trainer.flags.parsing import parse
-from trainer.flags.start import cluster_here
+from trainer.flags.start import read_cluster
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
 
 # Fractions of the deadline at which the task stops waiting for other tasks, for its plan, and for
@@ -125,7 +126,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     if len(argv) > 1:
         raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
     recipe = checks.read_recipe()
-    described = checks.read_cluster(is_launched=False)
+    described = read_cluster(is_launched=False)
     set_environment()
     is_alone = described is None
     cluster = described or cluster_here()
@@ -140,7 +141,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     has_limit = not is_alone or is_typed
     if has_limit:
         doctor.end_after(doctor.until(1.0) - time.monotonic())
-    shared = checks.read_shared_settings(recipe) if makes_plan else {}
+    shared = read_shared_settings(recipe) if makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
     if makes_plan and (fault := place_fault(model_dir)):
         own["faults"].append(fault)
@@ -202,7 +203,8 @@ def _all_reduce(doctor: _Doctor) -> Json:
         return {"why_not": f"not all tasks {needed}"}
     doctor.doing = "in TensorFlow's all-reduce"
     import_tensorflow()
-    from strategies.gpus import choose_gpus, use_gpus
+    from strategies.cluster.gpus import choose_gpus
+    from strategies.gpus import use_gpus
     from strategies.lost_peers import PeerLostError, losses_explained
     from strategies.multiworker import MultiWorkerExecutor
     from trainer.doctor.devices import check_devices

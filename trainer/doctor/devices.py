@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from strategies.base import Tensor
 from strategies.gradients.all_reduce import all_reduced
-from strategies.gradients.compression import Compression
 from trainer.doctor.exchange import Json
 
 _NUM_VALUES = 4 << 20  # Of float32: 16 MiB.
@@ -50,7 +49,7 @@ def wrong_sums(
     def summed() -> Tensor:
         def of_replica() -> Tensor:
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            return all_reduced([vector_of(replica)], Compression())[0]
+            return all_reduced([vector_of(replica)])[0]
 
         return strategy.run(of_replica)
 

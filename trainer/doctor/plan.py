@@ -169,7 +169,8 @@ def _gpus(cluster: Cluster) -> Json:
     import_tensorflow()
     import tensorflow as tf
 
-    from strategies.gpus import capability_notes, choose_gpus, visible_gpus
+    from strategies.cluster.gpus import choose_gpus
+    from strategies.gpus import capability_notes, visible_gpus
 
     choose_gpus(cluster)
     gpus = tf.config.list_physical_devices("GPU")[: flags.NUM_GPUS.value]

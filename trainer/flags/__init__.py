@@ -3,9 +3,9 @@
     from trainer import flags
     flags.STRATEGY.value
 
-`parsing.py` parses a command line, and `checks.py` turns flags and TF_CONFIG into a checked config
-and cluster. `continued.py` continues a run. `start.py` has the task that the flags describe, the
-directory of the run, and what is checked before it starts.
+`parsing.py` parses a command line, `checks.py` turns flags into a checked config, and `cluster.py`
+turns flags, TF_CONFIG or a scheduler's variables into a cluster. `continued.py` continues a run.
+`start.py` has the task that the flags describe, its directory, and the checks before it begins.
 
 A flag that would be ignored, because of the strategy or of the source of the cluster, is an error;
 `checks.py` finds it by the flag's scope. This module imports nothing slow: `--help` is fast.

@@ -11,14 +11,16 @@ import itertools
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from data.system.files import exists, is_url, shown
-from strategies.cluster.sources.finding import found_by_auto, is_described, size_flags
-from strategies.cluster.tf_config import Cluster
 from trainer.config import PYTHON_CONFIG, ConfigError, flatten, flatten_as, load_recipe
 from trainer.config_file import split_target
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.run_files import Document, RunFiles
+
+if TYPE_CHECKING:
+    from strategies.cluster.tf_config import Cluster
 
 # Flags that describe a cluster of several hosts: then no cluster on this machine is continued.
 _DESCRIPTIONS = ("worker_hosts", "ps_hosts", "chief_hosts", "hosts")
@@ -47,6 +49,9 @@ def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> lis
     files = RunFiles(model_dir)
     if not exists(files.config):
         return list(argv)
+    # Not above: only a run that is continued may be of a cluster that is not known yet.
+    from strategies.cluster.sources.finding import found_by_auto, is_described, size_flags
+
     document = files.read_config()
     has_cluster = is_described(os.environ) or any(name in given for name in _DESCRIPTIONS)
     source = "hosts" if "hosts" in given else None
@@ -87,7 +92,7 @@ def _config_words(document: Document, given: Mapping[str, str], model_dir: str) 
     return words
 
 
-def print_next(exit_code: int, model_dir: str, cluster: Cluster | None = None) -> None:
+def print_next(exit_code: int, model_dir: str, cluster: "Cluster | None" = None) -> None:
     """Prints what to type after a run, as its last line. `cluster` is one of several hosts."""
     if not is_url(model_dir) and not exists(RunFiles(model_dir).config):
         return  # Nothing was trained.

@@ -1,7 +1,7 @@
 """The cluster or the task that the flags describe, its directory, and the checks before it starts.
 
     model_dir_of(recipe)    # "runs/digits-ps-batch_size=128-20261126-204142"
-    cluster = read_cluster(is_launched=False) or cluster_here()
+    cluster = read_cluster(is_launched=False)               # None: one process
     exit_code = check_before_launch(recipe, cluster)        # READY: the tasks can be started
     spec = task_spec(recipe, cluster, model_dir_of(recipe))
 
@@ -9,28 +9,25 @@ The name of a new directory says what was changed on the command line. Fields th
 are, and how often they are written, are left out: they do not change what is learnt.
 
 TensorFlow, and what imports it, is imported in the functions: a launcher checks in a fork, and its
-own process stays without TensorFlow.
+own process stays without TensorFlow. So is what only a cluster needs.
 """
 
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strategies.cluster.ports import free_ports
-from strategies.cluster.sources.hosts import entries_of
-from strategies.cluster.tf_config import Cluster, local_cluster
 from strategies.transfer import Transfer
 from trainer import flags, tf_setup
 from trainer.config import Recipe, flatten, overridden_fields, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE
-from trainer.flags.checks import metrics_listener, num_to_aggregate, serves
+from trainer.flags import checks
 from trainer.task_spec import TaskSpec
 
 if TYPE_CHECKING:
+    from strategies.cluster.tf_config import Cluster
     from trainer.preflight import Findings
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
@@ -79,35 +76,41 @@ def changes(recipe: Recipe) -> list[str]:
     return words[:_MAX_WORDS]
 
 
-def cluster_here(choose_ports: Callable[[int], list[int]] = free_ports) -> Cluster:
-    """Returns the cluster on this machine that --workers and --ps describe."""
-    strategy = flags.STRATEGY.value
-    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
-    return local_cluster(strategy, num_workers, flags.PS.value, choose_ports)
+def read_cluster(*, is_launched: bool) -> "Cluster | None":
+    """Returns the cluster that TF_CONFIG, flags or a scheduler describe; None if there is none.
+
+    If `is_launched`, a launcher has already checked the flags of local clusters.
+
+    Raises:
+        ConfigError: a flag would be ignored, or a needed flag is missing.
+        ClusterError: the description is wrong.
+    """
+    checks.check_strategy_of_flags()
+    if flags.STRATEGY.value == "mirrored" and "TF_CONFIG" not in os.environ:
+        checks.check_pairs()
+        return None
+    from trainer.flags.cluster import described_cluster
+
+    return described_cluster(is_launched=is_launched)
 
 
-def num_workers(cluster: Cluster | None) -> int:
+def num_workers(cluster: "Cluster | None") -> int:
     """Returns the number of tasks that compute gradients; 1 if there is no cluster."""
     if cluster is None:
         return 1
     return cluster.num("worker") if cluster.num("ps") else len(cluster.trainers)
 
 
-def _most_workers() -> int:
-    """Returns the number of workers that there may be with --min_workers, as it was typed."""
-    if flags.HOST_LIST.value is None:
-        return int(flags.WORKERS.value)
-    num_ps = flags.PS.value if flags.STRATEGY.value == "ps" else 0
-    return len(entries_of(flags.HOST_LIST.value)) - num_ps
-
-
 def task_spec(
-    recipe: Recipe, cluster: Cluster | None, model_dir: str, *, is_launched: bool = False
+    recipe: Recipe, cluster: "Cluster | None", model_dir: str, *, is_launched: bool = False
 ) -> TaskSpec:
     """Returns the task that the flags describe; its fields have the values of equal names."""
-    # With --min_workers a step has the same sub-batches, however many workers train.
-    is_elastic = is_launched and flags.MIN_WORKERS.present
-    workers = _most_workers() if is_elastic else num_workers(cluster)
+    workers = num_workers(cluster)
+    if is_launched and flags.MIN_WORKERS.present:
+        # A step has the same sub-batches, however many workers train.
+        from trainer.flags.cluster import most_workers
+
+        workers = most_workers()
     values = flags.values_of(TaskSpec) | {
         "transfer": Transfer(**flags.values_of(Transfer)),
         "recipe": recipe,
@@ -117,10 +120,10 @@ def task_spec(
         "is_verbose": flags.VERBOSE.value,
         "is_quiet": flags.QUIET.value,
         "flags": flags.strategy_words(),
-        "replicas_to_aggregate": num_to_aggregate(recipe, workers),
+        "replicas_to_aggregate": checks.num_to_aggregate(recipe, workers),
         "is_checked": is_launched,
-        "serves": cluster is not None and serves(cluster),
-        "metrics_listener": metrics_listener(is_chief=cluster is None or cluster.is_chief),
+        "serves": cluster is not None and checks.serves(cluster),
+        "metrics_listener": checks.metrics_listener(is_chief=cluster is None or cluster.is_chief),
     }
     # The launchers of an elastic cluster look for the chief themselves.
     if flags.KEEP_SERVING.value or (cluster is not None and cluster.generation is not None):
@@ -128,7 +131,7 @@ def task_spec(
     return TaskSpec(**values)
 
 
-def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
+def check_before_launch(recipe: Recipe, cluster: "Cluster") -> int:
     """Finds mistakes before tasks are started; returns READY, or an exit code if it must end."""
     model_dir = model_dir_of(recipe)
     set_train_steps(recipe)
@@ -137,13 +140,14 @@ def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
     if flags.CHECK.value:
         return check(recipe, model_dir, cluster, is_launched=True)
     from trainer import preflight
+    from trainer.model_dir import check_model_dir
 
     # Without --min_workers the task finds it, before it trains.
     if flags.MIN_WORKERS.present and not cluster.num("ps"):
         num_replicas = preflight.num_replicas_here(flags.NUM_GPUS.value)
         check_replicas(recipe.config, num_workers(cluster) * num_replicas)
     _preflight(recipe, model_dir, cluster)
-    preflight.check_model_dir(model_dir)
+    check_model_dir(model_dir)
     return READY
 
 
@@ -164,11 +168,13 @@ def says_finished(
     `hides_gpus`: as of preflight. `dashes` precede the names of options: none in Python.
     """
     tf_setup.import_tensorflow()
-    from trainer import preflight
+    from trainer.model_dir import finished_result
 
-    result = preflight.finished_result(model_dir, recipe.config)
+    result = finished_result(model_dir, recipe.config)
     if result is None:
         return False
+    from trainer import preflight  # Most runs are not finished, and do without it.
+
     # The finished run may be of another config.
     preflight.preflight(recipe, model_dir, hides_gpus=hides_gpus)
     values = {name: value for name, value in result["eval"].items() if isinstance(value, float)}
@@ -181,13 +187,13 @@ def says_finished(
 
 
 def check(
-    recipe: Recipe, model_dir: str, cluster: Cluster | None, *, is_launched: bool = False
+    recipe: Recipe, model_dir: str, cluster: "Cluster | None", *, is_launched: bool = False
 ) -> int:
     """Prints what would be trained, for --check; returns the exit code.
 
     `is_launched`: the tasks of `cluster` would be started on this host.
     """
-    from strategies.gpus import gpus_of_host
+    from strategies.cluster.gpus import gpus_of_host
 
     workers, num_ps = num_workers(cluster), cluster.num("ps") if cluster else 0
     if not num_ps:
@@ -201,7 +207,7 @@ def check(
     return EXIT_DONE
 
 
-def _preflight(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> "Findings":
+def _preflight(recipe: Recipe, model_dir: str, cluster: "Cluster | None") -> "Findings":
     from trainer.build import check_for_strategy, check_standby
     from trainer.preflight import preflight
 

@@ -1,8 +1,6 @@
-"""Compares what must be equal in all tasks of a run: code, versions, settings and config.
+"""What must be equal in all tasks of a run: code, versions, settings and config.
 
-    check_agreement(spec, executor)                         # before the model is built
-
-Tasks of different versions or configs could connect, and train a model that no user asked for.
+versions() | process_settings() | shared_settings(recipe, transfer)
 """
 
 import ast
@@ -14,16 +12,10 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data.system.compat.keras_file import keras_file
-from strategies.cluster.tf_config import ClusterError
 from strategies.transfer import Transfer
 from trainer.config import ConfigError, Recipe, flatten
-from trainer.task_spec import TaskSpec
-
-if TYPE_CHECKING:  # It imports TensorFlow.
-    from strategies.base import Executor
 
 log = logging.getLogger(__name__)
 
@@ -133,30 +125,3 @@ def as_number(value: object) -> int:
     """A hash of `value` below 2**52, which a float64 holds exactly, for tasks to compare."""
     digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 12
-
-
-def check_agreement(spec: TaskSpec, executor: "Executor") -> None:
-    """Raises ClusterError if the tasks that run the loop differ in settings that must be equal."""
-    ours = {
-        **versions(),
-        **process_settings(),
-        **shared_settings(spec.recipe, spec.transfer),
-        # Tasks that do not evaluate would wait for the others without end.
-        "the evaluator of TF_CONFIG": "an evaluator" if spec.has_evaluator else "none",
-    }
-    if not _differs(executor, dict(ours)):
-        return
-    # If the names differ too, only the names that every task has can be compared.
-    if _differs(executor, list(ours)):
-        ours = dict(versions())
-    different = [name for name, value in ours.items() if _differs(executor, [name, value])]
-    listed = ", ".join(f"{name} ({ours[name]} here)" for name in different)
-    raise ClusterError(
-        f"The tasks of this run differ in {listed}. Give all of them the same command, cluster, "
-        "config file and code, and install the same versions."
-    )
-
-
-def _differs(executor: "Executor", value: object) -> bool:
-    """Returns True if tasks that run the loop have different values. All must call it together."""
-    return len(set(executor.gathered(as_number(value)))) > 1

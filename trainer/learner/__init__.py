@@ -28,6 +28,7 @@ B is the number of examples of a replica's part of a batch.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -38,7 +39,6 @@ from typing_extensions import override
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Batch
-from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics
 from trainer.embeddings.table import Rows, saved_arrays
 from trainer.learner.objective import Objective
@@ -50,6 +50,9 @@ from trainer.step.optimizers import check_optimizer
 from trainer.step.options import Options
 from trainer.step.random_layers import bind
 from trainer.step.schedules import RateFactor
+
+if TYPE_CHECKING:
+    from strategies.local_steps import LocalSteps
 
 
 class Learner(Update):
@@ -133,8 +136,11 @@ class Learner(Update):
         self._start_update(rate_factor)
         self.local_steps: LocalSteps | None = None
         if options.local_steps.chosen:
+            from strategies import local_steps  # Few runs choose them.
+
             others, settings = self._changed_besides(), dataclasses.asdict(options.local_steps)
-            self.local_steps = LocalSteps(self.variables, others, options.last_step, **settings)
+            arguments = self.variables, others, options.last_step
+            self.local_steps = local_steps.LocalSteps(*arguments, **settings)
         if options.jit_compile:
             self.compile_with_xla()
 

@@ -14,20 +14,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from data.system.cores import cpu_groups, num_cores
-from data.system.files import absolute
+from data.system.files import absolute, is_url
 from strategies.cluster.peers import host_of
 from strategies.cluster.tf_config import Cluster, Task
 from trainer import flags
-from trainer.config import ConfigError, Recipe
+from trainer.config import ConfigError, Recipe, data_dir
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_RESTART, end_at_once
 from trainer.flags import checks, start
+from trainer.flags.cluster import cluster_here, read_shared_settings
 from trainer.flags.continued import print_next
-from trainer.flags.start import READY, cluster_here
+from trainer.flags.start import READY
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
 from trainer.guards.signals import SignalThread, stop_signals
+from trainer.hooks.tracker_names import reached_over_network
 from trainer.local.deaths import Restarts
 from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.fork_server import ForkServer
@@ -48,7 +50,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
     `view` shows the run in a directory while its context is open.
     """
     strategy, cluster = flags.STRATEGY.value, cluster_here()
-    network_needed = checks.network_needed(recipe)
+    network_needed = _network_needed(recipe)
     workers = cluster.num("worker")
     checks.check_sizes(recipe, workers, cluster.num("ps"))
     if strategy != "ps":
@@ -118,7 +120,7 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
                     powers_of_two=recipe.config.virtual_replicas > 0 and not servers,
                 ),
                 # The code, the config and the flags that must be equal on all hosts of a run.
-                identity=str(as_number({**software(), **checks.read_shared_settings(recipe)})),
+                identity=str(as_number({**software(), **read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
             )
             report = run_elastic(_supervisor(policy, starter, model_dir, label), policy)
@@ -174,9 +176,10 @@ def fork_server(label: str) -> ForkServer:
         "data.system.compat.freed_memory:keep_freed_memory",
         "trainer.tf_setup:import_tensorflow",
     )
-    of_tasks = ("trainer.__main__", "trainer.cli", "trainer.preflight", "trainer.task")
+    of_tasks = ("__main__", "cli", "preflight", "task", "in_cluster")
     of_strategies = ("multiworker", "ps.servers", "ps.asynchronous", "ps.sync.executor")
-    preload = [*of_tasks, *(f"strategies.{module}" for module in of_strategies)]
+    preload = [f"trainer.{module}" for module in of_tasks]
+    preload += [f"strategies.{module}" for module in of_strategies]
     return ForkServer(label, setup=steps, preload=preload)
 
 
@@ -254,6 +257,21 @@ def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
             "--cpu_affinity=auto, or fewer --workers or --num_threads."
         )
     return {}
+
+
+def _network_needed(recipe: Recipe) -> str:
+    """Returns what the tasks reach over the network; empty if there is nothing.
+
+    Raises ConfigError if there is something, and --isolate=on.
+    """
+    urls = [path for path in (flags.MODEL_DIR.value or "", data_dir(recipe.config)) if is_url(path)]
+    needed = next(iter(urls), reached_over_network(recipe.config.trackers)) or ""
+    if needed and flags.ISOLATE.value == "on":
+        raise ConfigError(
+            f"--isolate=on separates the tasks from the network, but {needed} is reached over "
+            "the network. Use --isolate=auto, or local directories."
+        )
+    return needed
 
 
 def _namespace(network_needed: str) -> Namespace | None:

@@ -1,0 +1,63 @@
+"""After an error: saves the last complete step, so that a restart loses nothing.
+
+save_last_complete_step(executor, learner, checkpointer, write_if_newer)     # then end
+"""
+
+import logging
+from collections.abc import Callable
+
+from strategies.base import Executor
+from strategies.position import Reached
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.finite import NonFiniteLossError, require_finite
+from trainer.exit_codes import first_line
+from trainer.learner import Learner
+
+log = logging.getLogger(__name__)
+
+
+def save_last_complete_step(
+    executor: Executor,
+    learner: Learner,
+    checkpointer: Checkpointer,
+    write: Callable[[Reached, Checkpointer], None],
+) -> None:
+    """Returns when a checkpoint has the last complete step of this process, or cannot have it.
+
+    Called in the main thread after an error. Its own errors are only logged: the first error
+    matters more. `write` is `write_if_newer`, or survivors.py's function if there are other tasks.
+    """
+    what = "The last complete step"
+    try:
+        reached = executor.return_to_complete_step()
+        if reached is None:
+            log.warning(
+                "The error came in the middle of a step, and the variables are of no complete "
+                "step: this task saves nothing. Earlier checkpoints are complete."
+            )
+        elif reached.step:
+            what = f"Step {reached.step:,}"
+            require_finite(learner, reached.step)
+            checkpointer.wait()  # The chief may be writing an earlier one.
+            write(reached, checkpointer)
+    except NonFiniteLossError as error:
+        log.warning("%s is not saved: %s", what, first_line(error))
+    except Exception as error:
+        log.warning("%s could not be saved: %s", what, first_line(error))
+
+
+def write_if_newer(reached: Reached, checkpointer: Checkpointer) -> None:
+    """Writes a checkpoint of `reached`, unless there is one of this step or of a later one."""
+    if not is_saved(reached, checkpointer):
+        checkpointer.save_for_restart(*reached)
+        if checkpointer.has_saved(reached.step):
+            log.warning("Saved step %s, the last that this task completed.", f"{reached.step:,}")
+
+
+def is_saved(reached: Reached, checkpointer: Checkpointer) -> bool:
+    """Returns True, and logs it, if there is a checkpoint of this step or of a later one."""
+    newest = checkpointer.newest()
+    if reached.step > (newest.step if newest else 0):
+        return False
+    log.warning("Step %s, the last that this task completed, is saved.", f"{reached.step:,}")
+    return True
