@@ -14,9 +14,9 @@ import keras
 
 from data.system.compat.keras_layers import all_layers
 from data.system.compat.keras_state import names_from_zero
+from data.system.extras import of_satellite
 from strategies.base import Batch
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.checkpoints.warm_start import warm_start
 from trainer.config import Config, ConfigError, Recipe, config_document, flatten
 from trainer.config_file import errors_explained
 from trainer.inputs import Inputs
@@ -175,8 +175,11 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
     config = recipe.config
     keras.utils.set_random_seed(config.seed)
     model = build_model(recipe, input_specs)
-    # Before averages and optimizer states that are initialised from the weights.
-    origin = warm_start(model, config.warm_start) if config.warm_start.path else ""
+    origin = ""
+    if config.warm_start.path:
+        # Before averages and optimizer states that are initialised from the weights.
+        warm_start = of_satellite("trainer.checkpoints.warm_start", "warm_start")
+        origin = warm_start(model, config.warm_start)
     if config.freeze:
         _freeze(model, config.freeze)
     adopted = _optimizer(recipe, model)

@@ -246,7 +246,7 @@ def _table_differences(left: str, right: str) -> Differences:
     import tensorflow as tf
 
     from trainer.checkpoints.marks import DamagedError
-    from trainer.checkpoints.tables import table_values
+    from trainer.embeddings.saved import table_values
 
     try:
         ours, theirs = (table_values(path) for path in (left, right))

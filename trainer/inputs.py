@@ -27,10 +27,8 @@ from data.reader import Parse, Reader, takes_seeds
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.extras import of_satellite
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
-from data.tfrecord.damage import open_split, verify
-from data.tfrecord.shard_copies import with_copies
 from data.tfrecord.shard_names import prepare_again
-from data.tfrecord.split import Split, changed_files, check_record_bytes
+from data.tfrecord.split import Split, changed_files, check_record_bytes, open_split
 from strategies.base import Batch
 from strategies.step_errors import DataFaultError, reason_of_xla
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
@@ -129,12 +127,13 @@ def open_evaluation(
 
 
 def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split:
-    config = recipe.config
-    split = with_copies(
-        open_split(data_dir(config), name, config.data.on_corrupt),
-        config.data_cache_dir,
-        config.data_cache_bytes,
-    )
+    config, directory, open_it = recipe.config, data_dir(recipe.config), open_split
+    if config.data.on_corrupt == SKIP:
+        open_it = of_satellite("data.tfrecord.damage", "open_good")
+    split = open_it(directory, name)
+    if is_s3(directory):
+        with_copies = of_satellite("data.tfrecord.shard_copies", "with_copies")
+        split = with_copies(split, config.data_cache_dir, config.data_cache_bytes)
     check_record_bytes(split, config.data.max_record_bytes)
     if split.damages:
         log.warning(
@@ -377,6 +376,7 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         except DataFaultError as error:  # Of an executor: its cause is TensorFlow's error.
             raise error.__cause__ or error from None
     except tf.errors.DataLossError as error:
+        verify = of_satellite("data.tfrecord.damage", "verify")
         damages = [damage for split in splits for damage in verify(split)]
         listed = "\n  ".join(str(damage) for damage in damages[:10]) or first_line(error)
         raise DataError(

@@ -35,7 +35,6 @@ from trainer.checkpoints.marks import DamagedError
 from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, Recipe, recipe_of_run
 from trainer.config_checks import check_replicas
-from trainer.embeddings.table import set_values
 from trainer.exit_codes import first_line
 from trainer.guards import fingerprint
 from trainer.hooks.building import Parts
@@ -50,6 +49,7 @@ from trainer.inputs import (
     parse_of,
 )
 from trainer.learner import Learner
+from trainer.learner.variables import set_values
 from trainer.models import build_model
 from trainer.run_files import Document, RunFiles, finished_checkpoints, step_in
 from trainer.task_spec import TaskSpec

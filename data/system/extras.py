@@ -5,8 +5,8 @@
     prepare = of_satellite("data.prepare.preparing", "prepare")
 
 A command that lacks a package ends with exit code 2, and with the command that installs it. A
-satellite starts runs or looks at them; training does not need it. No import statement names one, so
-its folder can be deleted: then only what calls its functions fails, with one message.
+satellite starts runs or looks at them; training needs it only if an option or a path asks for it.
+No import statement names one, so it can be deleted: then only its callers fail, with one message.
 """
 
 import importlib

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from data.system import files
-from data.system.files import SKIP, DataError
+from data.system.files import DataError
 from data.tfrecord import framing as frames
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
@@ -60,11 +60,6 @@ class ShardReport:
     def num_good(self) -> int:
         """The number of records that can be read."""
         return sum(run.num_records for run in self.runs)
-
-
-def open_split(data_dir: str, split: str, on_corrupt: str) -> Split:
-    """Opens a split with all its records, or with `on_corrupt` "skip" its good records."""
-    return open_good(data_dir, split) if on_corrupt == SKIP else records.open_split(data_dir, split)
 
 
 def open_good(data_dir: str, split: str) -> Split:

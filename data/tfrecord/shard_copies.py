@@ -59,13 +59,11 @@ class _NoCopyError(Exception):
 
 
 def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
-    """`split` with copies of its shards in `directory`, if they are at s3://.
+    """`split`, which is at s3://, with copies of its shards in `directory`.
 
     Without `directory`, copies are in the user's cache.
     """
     urls = list(dict.fromkeys(shard.path for shard in split.shards))
-    if not files.is_s3(urls[0]):
-        return split
     if not directory:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
         directory = os.path.join(cache, "tf-distribution-trainer", "shards")

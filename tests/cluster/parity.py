@@ -40,7 +40,7 @@ from trainer.config import Config, Recipe
 from trainer.config_checks import check, check_replicas
 from trainer.embeddings import ShardedEmbedding
 from trainer.embeddings.optimizers import OPTIMIZERS as TABLE_OPTIMIZERS
-from trainer.embeddings.table import saved_variables
+from trainer.learner.variables import saved_variables
 from trainer.step.optimizers import supported_optimizers
 from trainer.step.options import (
     ClipConfig,

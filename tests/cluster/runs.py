@@ -33,7 +33,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 import trainer
 from strategies.cluster.ports import bind
 from strategies.cluster.tf_config import Cluster, Task
-from trainer.checkpoints.tables import table_values
+from trainer.embeddings.saved import table_values
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "configs"

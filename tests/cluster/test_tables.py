@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.runs import TOPOLOGIES, Run, Topology, train, train_here
-from trainer.checkpoints.tables import table_directories
+from trainer.embeddings.saved import table_directories
 
 # Eight processes trace the graphs of three tables.
 TIMEOUT_SECS = 300

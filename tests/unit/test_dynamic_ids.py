@@ -25,10 +25,9 @@ from trainer.embeddings import Adagrad
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import initial_rows
 from trainer.embeddings.optimizers import OPTIMIZERS
-from trainer.embeddings.table import set_values
 from trainer.hooks.base import CatchUp
-from trainer.hooks.evict import evict_hooks
 from trainer.learner import Learner
+from trainer.learner.variables import set_values
 from trainer.step.options import WarmStartConfig
 
 # Also the largest and smallest ids, and negative ones.
@@ -228,7 +227,8 @@ def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
     for times, step, expected in ((1, 3, [0, 1, 2, 3, 4, 5]), (2, 4, [0, 4, 5])):
         learner = make_learner(evict_after=2, evict_every=2)
         assign(learner, values_of(saved))
-        hooks = evict_hooks(learner.model, MirroredExecutor.on(["CPU:0"]))
+        assert learner.tables
+        hooks = learner.tables.hooks(MirroredExecutor.on(["CPU:0"]))
         assert len(hooks) == 1
         for hook in [*hooks, *(CatchUp(hooks) for _ in range(times))]:
             hook.begin(step)

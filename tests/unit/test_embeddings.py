@@ -28,8 +28,8 @@ from trainer.embeddings import (
 )
 from trainer.embeddings.layer import _rounded_on
 from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer, TableUpdate
-from trainer.embeddings.table import saved_variables
 from trainer.learner import Learner
+from trainer.learner.variables import saved_variables
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ClipConfig, ConfigError, EmaConfig, Options
 
@@ -378,7 +378,7 @@ def test_columns_of_several_ids_have_their_own_rows() -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gradients_are_those_at_rounded_rows(parts: int) -> None:
     learner, expected = (make_learner(parts=parts, replica=0) for _ in range(2))
-    (layer,) = expected.tables
+    layer = expected.model.get_layer("ids")
     rows = layer.table.numpy()
     layer.table.assign(tf.cast(tf.cast(rows, tf.bfloat16), tf.float32))
     with tables_with(read_dtype="bfloat16"):
@@ -387,7 +387,7 @@ def test_gradients_are_those_at_rounded_rows(parts: int) -> None:
     exact = learner.gradients(BATCHES[0])
     tf.nest.map_structure(np.testing.assert_array_equal, *map(dense, (ours, theirs)))
     assert ours[1][0] != exact[1][0]
-    np.testing.assert_array_equal(learner.tables[0].table.numpy(), rows)
+    np.testing.assert_array_equal(learner.model.get_layer("ids").table.numpy(), rows)
 
 
 def dense(gradients_and_totals: Any) -> list[npt.NDArray[Any]]:

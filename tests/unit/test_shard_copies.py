@@ -193,9 +193,3 @@ def test_tensorflow_reads_complete_copies(url: str, tmp_path: Path) -> None:
     paths = [split.copies.local[shard.path] for shard in split.shards]
     found = tf.data.TFRecordDataset(paths).reduce(0, lambda count, record: count + 1)
     assert int(found) == split.num_examples
-
-
-def test_local_data_has_no_copies(tmp_path: Path) -> None:
-    split = write_split(tmp_path)
-    assert with_copies(split, str(tmp_path / "copies"), PLENTY) is split
-    assert not (tmp_path / "copies").exists()

@@ -19,12 +19,11 @@ from strategies.position import Position
 from tests.damage import flip_bit
 from tests.unit import test_dynamic_ids, test_embeddings
 from tests.unit.replicas import steps_on
-from trainer.checkpoints import tables
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import signed
 from trainer.checkpoints.store import Store
-from trainer.checkpoints.tables import StagedTables, table_directories, table_values
 from trainer.embeddings import Adagrad, RowWiseAdagrad
+from trainer.embeddings.saved import StagedTables, table_directories, table_values
 from trainer.learner import Learner
 from trainer.run_files import checkpoints_in
 from trainer.step.losses import sparse_categorical_crossentropy
@@ -55,13 +54,13 @@ def dynamic(parts: int = 1, replica: int = 1) -> Learner:
 @pytest.fixture(params=[fixed, dynamic])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Learner]:
     monkeypatch.setattr("trainer.embeddings.dynamic_part._FIRST_ROWS", 2)
-    monkeypatch.setattr(tables, "_PIECE_BYTES", 40)  # One or two rows.
+    monkeypatch.setattr("trainer.embeddings.saved._PIECE_BYTES", 40)  # One or two rows.
     made: Callable[..., Learner] = request.param
     return made
 
 
 def batches_of(learner: Learner) -> list[Any]:
-    is_dynamic = learner.tables[0].is_dynamic
+    is_dynamic = learner.model.get_layer("ids").is_dynamic
     module = test_dynamic_ids if is_dynamic else test_embeddings
     batches = module.ALL_BATCHES[:40]
     # Few ids in each batch, so that most rows stay as they are.
@@ -71,13 +70,13 @@ def batches_of(learner: Learner) -> list[Any]:
 def train(learner: Learner, first: int, last: int, replica: int = 1) -> None:
     """Steps `first` + 1 to `last`."""
     for number, _ in enumerate(steps_on(learner, replica, batches_of(learner)[first:last])):
-        if learner.tables[0].is_dynamic:
-            learner.tables[0].table.evict(first + number + 1)
+        if learner.model.get_layer("ids").is_dynamic:
+            learner.model.get_layer("ids").table.evict(first + number + 1)
 
 
 def values_of(learner: Learner) -> dict[str, npt.NDArray[np.generic]]:
     """All values of the table, with its slots."""
-    table = learner.tables[0].table
+    table = learner.model.get_layer("ids").table
     index = table.index()
     values = table.values_of(table.ids(index))
     return {**index, **{name: value.numpy() for name, value in values.items()}}
@@ -240,7 +239,7 @@ def test_a_lost_server_is_no_error_of_storage(
     def fail(_: object) -> None:
         raise tf.errors.UnavailableError(None, None, "Socket closed")
 
-    monkeypatch.setattr(learner.tables[0].table, "values_of", fail)
+    monkeypatch.setattr(learner.model.get_layer("ids").table, "values_of", fail)
     with pytest.raises(tf.errors.UnavailableError):
         checkpointer_of(learner, tmp_path).save(3, Position(), {})
 
@@ -366,7 +365,7 @@ def test_a_staged_file_that_is_gone_is_an_error_of_the_save(
     learner = make()
     train(learner, 0, 3)
     store = Store(str(tmp_path), str(tmp_path / "claims"), lambda _: None, lambda: None)
-    staged = StagedTables([learner.tables[0].table], store, "CPU:0", lambda: None, 1)
+    staged = StagedTables([learner.model.get_layer("ids").table], store, "CPU:0", lambda: None, 1)
     staged.stage(3, is_complete=True)
     (directory,) = (tmp_path / "claims").iterdir()
     next(directory.glob("tables.data-*")).unlink()
@@ -471,7 +470,7 @@ def test_second_learner_of_a_model_has_its_own_slots_and_marks() -> None:
     np.testing.assert_array_equal(found["rows"], trained["rows"])
     assert trained["accumulator"].max() > np.float32(0.1)
     np.testing.assert_array_equal(found["accumulator"], np.float32(0.1))
-    table, (part,) = second.tables[0].table, second.tables[0].parts
+    table, (part,) = second.model.get_layer("ids").table, second.model.get_layer("ids").parts
     assert len(table.take_changed_ids({}, 0)) == 0
     part.changed.assign(tf.one_hot(1, part.changed.shape[0], True, False))
     assert table.take_changed_ids({}, 0).tolist() == [1]

@@ -39,11 +39,10 @@ from trainer.checkpoints.marks import DamagedError, Mark, Saved, complete_mark
 from trainer.checkpoints.retention import outdated
 from trainer.checkpoints.snapshot import Snapshot, checkpoint_of, tensorflow_variables
 from trainer.checkpoints.store import Store
-from trainer.checkpoints.tables import StagedTables
-from trainer.embeddings.table import FixedTable, saved_variables
 from trainer.exit_codes import first_line
 from trainer.guards.fingerprint import keras_settings
 from trainer.learner import Learner
+from trainer.learner.variables import saved_variables
 from trainer.run_files import CHECKPOINT_MARK, step_in
 
 log = logging.getLogger(__name__)
@@ -94,10 +93,9 @@ class Checkpointer:
         self._store = Store(directory, self.staging, self._write_files, lambda: self.before_mark())
         # Other processes may remove the checkpoints that a new one would need.
         every = 1 if is_evaluator or is_shared else complete_every
-        self._tables = [layer.table for layer in learner.tables]
-        self._staged = StagedTables(
-            self._tables, self._store, self._device, lambda: self.on_progress(), every
-        )
+        self._tables = tables = learner.tables
+        staged = self._store, self._device, lambda: self.on_progress(), every
+        self._staged = tables.staged(*staged) if tables else None
         settings = {**identity, **keras_settings(), "optimizer": type(learner.optimizer).__name__}
         kinds = {
             "variables": saved_variables(learner.model),
@@ -129,10 +127,10 @@ class Checkpointer:
         Empty if a checkpoint has something else, too.
         """
         variables = tensorflow_variables(self._checkpoint)
-        for table in self._tables:
-            if not isinstance(table, FixedTable):
+        for layer in self._tables:
+            if layer.is_dynamic:
                 return []
-            variables += table.variables
+            variables += layer.table.variables
         return variables
 
     @property
@@ -148,8 +146,8 @@ class Checkpointer:
         """
         if self._snapshot is None:
             self._snapshot = Snapshot(self._checkpoint, device=self._device)
-            for table in self._tables:
-                table.make_graphs()
+            for layer in self._tables:
+                layer.table.make_graphs()
 
     def save(self, step: int, position: Position, counts: WorkerStats) -> None:
         """Copies the variables, after a former write, and starts to write a checkpoint of `step`.
@@ -160,10 +158,12 @@ class Checkpointer:
 
         def write() -> None:
             write_one = self._store.write_and_rename if self._is_shared else self._store.write
-            self._staged.chain = {}  # If the storage fails below, the next one has all rows.
+            if self._staged:
+                self._staged.chain = {}  # If the storage fails below, the next one has all rows.
             if write_one(name, self._mark(step, position, counts=counts)):
                 self._saved_step = step
-                self._staged.chain = self._store.chain_of(name)
+                if self._staged:
+                    self._staged.chain = self._store.chain_of(name)
                 for other in outdated(
                     self._store.chains(),
                     name,
@@ -175,7 +175,8 @@ class Checkpointer:
                     self._store.remove(other)
 
         self._write_later(step, write)
-        self._staged.forget_changes()
+        if self._staged:
+            self._staged.forget_changes()
 
     def save_for_restart(
         self, step: int, position: Position, counts: WorkerStats, *, is_complete: bool = True
@@ -229,7 +230,7 @@ class Checkpointer:
         writes, self._writes = self._writes, []
         for write in writes:
             write.result()
-        if self._tables:
+        if self._staged:
             self._staged.remove()
             self._snapshot_step = None
 
@@ -322,7 +323,7 @@ class Checkpointer:
         with self._store.files_of(name, mark.files) as local:
             try:
                 status = self._checkpoint.read(f"{local}/variables", options=self._options)
-                if self._tables:
+                if self._staged:
                     self._staged.restore(mark, local)
             except tf.errors.UnavailableError:
                 raise  # The files may be complete.
@@ -356,7 +357,7 @@ class Checkpointer:
                 self.prepare()
             else:
                 self._snapshot.take()
-            if self._tables:
+            if self._staged:
                 self._staged.stage(step, is_complete=is_complete)
             self._snapshot_step = step
         self._writes.append(self._writer.submit(self._tolerating, write))
@@ -371,7 +372,7 @@ class Checkpointer:
     def _write_files(self, directory: str) -> None:
         assert self._snapshot is not None, "_write_later takes it"
         self._snapshot.write(f"{directory}/variables", self._options)
-        if self._tables:
+        if self._staged:
             self._staged.add_to(directory)
 
     def _mark(self, step: int, position: Position, **more: object) -> Mapping[str, object]:
@@ -383,7 +384,7 @@ class Checkpointer:
             "skipped": position.skipped,
             **more,
             "names": self._identity.names,
-            "needs": self._staged.needs,
+            "needs": self._staged.needs if self._staged else {},
             "identity": self._identity.values,
             "config": self._config,
         }

@@ -12,14 +12,14 @@ import keras
 import tensorflow as tf
 
 from data.system.compat.checkpoint_graph import saves_values
-from trainer.embeddings.table import Rows, saved_arrays
 from trainer.learner import Learner
+from trainer.learner.variables import SplitVariable, saved_arrays
 
 
 def checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
     """Returns the objects that a checkpoint saves, without tables, which have their own files."""
     state = {
-        name: [v for v in variables if not isinstance(v, Rows)]
+        name: [v for v in variables if not isinstance(v, SplitVariable)]
         for name, variables in learner.state.items()
     }
     checkpoint = tf.train.Checkpoint(model=learner.model, optimizer=learner.optimizer, **state)
@@ -28,7 +28,7 @@ def checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
     checkpoint.missed = {
         str(index): variable
         for index, variable in enumerate(saved_arrays(learner.model))
-        if not isinstance(variable, Rows)
+        if not isinstance(variable, SplitVariable)
         and id(variable) not in reached
         and id(getattr(variable, "value", None)) not in reached
     }

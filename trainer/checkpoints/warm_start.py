@@ -22,13 +22,13 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.system.compat.checkpoint_graph import Node, nodes_of
+from data.system.extras import of_satellite
 from data.system.files import exists
 from data.system.scratch import plain_path
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError
-from trainer.checkpoints.tables import table_values
-from trainer.embeddings.table import saved_arrays, tables_of
 from trainer.exit_codes import first_line
+from trainer.learner.variables import saved_arrays, tables_of
 from trainer.run_files import CHECKPOINT_MARK, finished_checkpoints
 from trainer.step.options import ConfigError, WarmStartConfig, matching
 
@@ -81,6 +81,7 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
 
 
 def _of_keras_file(path: str) -> Values:
+    of_satellite("trainer.embeddings", "ShardedEmbedding")  # Keras then knows it by its name.
     try:
         # A strategy's scope holds in one thread. In another, ordinary variables are created.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -97,9 +98,9 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
     # A checkpoint contains its object graph: a value has the same place there as in `model`.
     directory = _newest(path)
     variables = saved_arrays(model)
-    numbers = {id(layer.table): n for n, layer in enumerate(tables_of(model))}
+    tables = tables_of(model)
     try:
-        tables = table_values(directory, rows_only=True)
+        rows = tables.rows_in(directory) if tables else {}
         with plain_path(directory) as plain:
             reader = tf.train.load_checkpoint(f"{plain}/variables")
             nodes = nodes_of(reader.get_tensor(_GRAPH))
@@ -109,11 +110,8 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
                 keys |= _keys(nodes, variables[int(child.local_name)], child.node_id)
             values: list[npt.NDArray[np.generic] | None] = []
             for variable in variables:
-                if id(variable) in numbers:
-                    values.append(tables.get(f"{numbers[id(variable)]}/rows"))
-                    continue
                 key = keys.get(id(variable), keys.get(id(getattr(variable, "value", variable))))
-                values.append(None if key is None else reader.get_tensor(key))
+                values.append(reader.get_tensor(key) if key else rows.get(id(variable)))
             return values
     except (DamagedError, *STORAGE_ERRORS, ValueError, LookupError) as error:
         raise ConfigError(

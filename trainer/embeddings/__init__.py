@@ -1,7 +1,8 @@
 """Embedding tables that are split over all parameter servers: only rows of a batch are sent.
 
 `layer.py` has the Keras layer, ShardedEmbedding: read it first. `table.py` has its variables,
-`optimizers.py` the sparse optimizers. docs/embeddings.md explains their use.
+`optimizers.py` the sparse optimizers, `saved.py` the files of a checkpoint. `model_tables.py` is
+what the core calls, which does not import this folder. docs/embeddings.md explains their use.
 """
 
 from trainer.embeddings.layer import ShardedEmbedding as ShardedEmbedding

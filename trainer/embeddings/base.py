@@ -12,7 +12,6 @@ Ids are int64 [n]. Values are by name: "rows" [n, width], and the names of the s
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -22,7 +21,9 @@ import tensorflow as tf
 from data.system.compat.autograph import no_autograph
 from strategies.locks import free
 from strategies.tables import making_part
-from trainer.embeddings.optimizers import TableUpdate, after, gather_rows, scatter_rows
+from trainer.embeddings.optimizers import TableUpdate, after, capacity, gather_rows, scatter_rows
+from trainer.learner.variables import SplitVariable
+from trainer.step.loss_scale import all_finite
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
@@ -33,6 +34,9 @@ Index: TypeAlias = Mapping[str, Ids]
 Graph: TypeAlias = tf.types.experimental.PolymorphicFunction
 
 IDS = tf.TensorSpec([None], tf.int64)
+
+# Rows that `Part.is_finite` reads at a time.
+_ROWS = 1 << 18
 
 
 class Part:
@@ -132,28 +136,21 @@ class Part:
             places = self.find(ids)
             return {name: gather_rows(v, places) for name, v in self.variables.items()}
 
+    def is_finite(self) -> bool:
+        """Reads the rows on their device, a few at a time: they may be large."""
+        with tf.device(self.rows.device):
+            num_rows = int(capacity(self.rows))
+            return all(
+                all_finite([gather_rows(self.rows, tf.range(start, min(start + _ROWS, num_rows)))])
+                for start in range(0, num_rows, _ROWS)
+            )
+
     def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
         """Sets the values of `ids` of this part, which have rows."""
         with tf.device(self.rows.device):
             places = self.find(ids)
             for name, variable in self.variables.items():
                 scatter_rows(variable, places, tf.identity(values[name]))
-
-
-class SplitVariable:
-    """The variables of the parts of a table, or of an optimizer slot of it.
-
-    Attributes:
-        parts: The variables.
-        shape: That of the complete table; the number of rows is None if it is not fixed.
-        path: The name of the complete table.
-        dtype: The name of the type of the values.
-    """
-
-    def __init__(self, parts: Sequence[tf.Variable], shape: tuple[Any, ...], path: str) -> None:
-        self.parts, self.shape = list(parts), shape
-        self.path = self.name = path
-        self.dtype: str = parts[0].dtype.name
 
 
 class Table(SplitVariable):
@@ -241,29 +238,3 @@ def of_parts(ids: tf.Tensor, find: Sequence[Callable[[tf.Tensor], Any]]) -> Any:
     ids_of_parts = tf.dynamic_partition(ids, owner, len(find))
     found = [of_part(part) for of_part, part in zip(find, ids_of_parts, strict=True)]
     return tf.nest.map_structure(lambda *parts: tf.dynamic_stitch(positions, parts), *found)
-
-
-# The lookups of a training step, for reports. Each replica is traced in its own thread, so it has
-# its own counts.
-_lookups: ContextVar[list[tuple[object, tf.Tensor]] | None] = ContextVar("lookups", default=None)
-
-
-def begin_counting() -> None:
-    """Forgets the lookups so far."""
-    _lookups.set([])
-
-
-def add_lookup(layer: object, num_unique: tf.Tensor, num_ids: tf.Tensor) -> None:
-    """Counts a lookup of `layer`; does nothing unless `begin_counting` was called."""
-    found = _lookups.get()
-    if found is not None:
-        found.append((layer, tf.cast(tf.stack([num_unique, num_ids]), tf.float64)))
-
-
-def lookups_of(layers: Sequence[object]) -> tf.Tensor:
-    """The sums of the counts of each layer, float64 [layers, 2]; the counting ends."""
-    found = _lookups.get() or []
-    _lookups.set(None)
-    zeros = tf.zeros([2], tf.float64)
-    sums = [tf.add_n([zeros, *(n for one, n in found if one is layer)]) for layer in layers]
-    return tf.stack(sums) if sums else tf.zeros([0, 2], tf.float64)

@@ -21,9 +21,10 @@ from typing_extensions import override
 
 from data.system.compat.own_gradients import with_gradient
 from strategies.tables import making_part, part_rows, table_settings
-from trainer.embeddings.base import Part, add_lookup, of_parts
+from trainer.embeddings.base import Part, of_parts
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
+from trainer.embeddings.model_tables import ModelTables, add_lookup
 from trainer.embeddings.optimizers import TableOptimizer, table_optimizer, to_config
 from trainer.embeddings.table import FixedPart, FixedTable
 from trainer.step.options import ConfigError
@@ -84,6 +85,8 @@ class ShardedEmbedding(keras.layers.Layer):
         is_trained: True if a learner has made optimizer slots of the table.
         l2, clip_norm, combiner, admit_after, evict_after, max_rows, evict_every: See __init__.
     """
+
+    of_model = ModelTables  # The class of all tables of a model.
 
     def __init__(
         self,
@@ -374,7 +377,7 @@ class ShardedEmbedding(keras.layers.Layer):
         }
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        """A checkpoint has tables in files of their own (trainer/checkpoints/tables.py)."""
+        """A checkpoint has tables in files of their own (saved.py)."""
         if save_type == "checkpoint" and self.table is not None and not self._frozen:
             return {}
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)

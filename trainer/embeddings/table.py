@@ -2,36 +2,23 @@
 
     rows = Rows(parts, (1_000_000, 64), "embedding/embeddings")
     rows.assign(rows.read_value())                  # complete, [1000000, 64], sorted by id
-    saved_variables(model)                          # model.variables, with Rows in place of parts
 
 A checkpoint has the rows of a table in the order of their ids, so it does not depend on the number
 of parts. It is written and read over the methods of base.Table, which FixedTable implements.
 """
 
-import collections
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
 
-import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
-from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
-from trainer.embeddings.base import Ids, Index, Part, SplitVariable, Table
-from trainer.embeddings.dynamic import DynamicTable
+from trainer.embeddings.base import Ids, Index, Part, Table
 from trainer.embeddings.optimizers import gather_rows
-from trainer.step.options import ConfigError
-
-if TYPE_CHECKING:
-    from trainer.embeddings.layer import ShardedEmbedding
-    from trainer.learner import Learner
-
-
-Item = TypeVar("Item", bound="keras.Variable | Rows | DynamicTable")
+from trainer.learner.variables import SplitVariable
 
 
 class Rows(SplitVariable):
@@ -120,68 +107,3 @@ class FixedTable(Rows, Table):
                     found.append(tf.where(changed.read_value())[:, 0] * len(self._parts) + index)
                     changed.assign(tf.zeros_like(changed))
         return tf.concat(found, axis=0)
-
-
-def tables_of(model: keras.Model) -> "list[ShardedEmbedding]":
-    """The layers of `model` that are split, also those inside of other layers."""
-    # Not isinstance of the layer: layer.py imports this module.
-    layers = all_layers(model, include_self=False)
-    return [layer for layer in layers if isinstance(getattr(layer, "table", None), Table)]
-
-
-def saved_variables(model: keras.Model) -> list[keras.Variable | Rows | DynamicTable]:
-    """Returns `saved_arrays` of `model`, and its tables of dynamic ids, which come last."""
-    tables = [layer.table for layer in tables_of(model)]
-    return [*saved_arrays(model), *(t for t in tables if isinstance(t, DynamicTable))]
-
-
-def saved_arrays(model: keras.Model) -> list[keras.Variable | Rows]:
-    """Returns `model.variables`; each table is one entry, at the place of its first part."""
-    table_of = {id(part): layer.table for layer in tables_of(model) for part in layer.weights}
-    entries = [table_of.get(id(variable), variable) for variable in model.variables]
-    # A model that was exported has constants in place of dynamic ids.
-    entries = [entry for entry in entries if not isinstance(entry, DynamicTable)]
-    return list({id(entry): entry for entry in entries}.values())
-
-
-def set_values(model: keras.Model, learner: "Learner") -> None:
-    """Copies the values with which `learner` evaluates to `model`, which will not be trained.
-
-    Variables are matched by their paths: `model` may have fewer, if it is built for predictions.
-    If paths differ, because a config file numbers its layers itself, they are matched by order.
-
-    Raises ConfigError if `model` has another variable.
-    """
-    arrays, weights = saved_arrays(model), learner.weights()
-    for variable, place in zip(arrays, _places(arrays, saved_arrays(learner.model)), strict=True):
-        variable.assign(weights[place])
-    layers, trained = tables_of(model), [layer.table for layer in tables_of(learner.model)]
-    places = _places([layer.table for layer in layers], trained)
-    for layer, place in zip(layers, places, strict=True):
-        if isinstance(table := trained[place], DynamicTable):
-            layer.freeze(*table.ids_and_rows())
-
-
-def _places(items: Sequence[Item], trained: Sequence[Item]) -> list[int]:
-    """The place in `trained` of each of `items`."""
-    keys, places = _keys(items), {key: place for place, key in enumerate(_keys(trained))}
-    others = [path for path, number in keys if (path, number) not in places]
-    if not others:
-        return [places[key] for key in keys]
-    kinds, needed = ([(tuple(i.shape), i.dtype) for i in side] for side in (items, trained))
-    if kinds == needed:
-        return list(range(len(trained)))
-    raise ConfigError(
-        f"build_model made other variables when it was called again: {', '.join(others)}. "
-        "Make the same variables, of the same names, at each call."
-    )
-
-
-def _keys(items: Sequence[Item]) -> list[tuple[str, int]]:
-    """The `path` of each item, and the number of items of this path before: it may occur twice."""
-    counts: collections.Counter[str] = collections.Counter()
-    keys = []
-    for item in items:
-        keys.append((item.path, counts[item.path]))
-        counts[item.path] += 1
-    return keys

@@ -23,7 +23,6 @@ from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.console import Console, NotebookBar, is_kernel
 from trainer.hooks.digest import DigestLines
 from trainer.hooks.evaluate import Evaluate
-from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
 from trainer.hooks.inspect import Histograms, Profile
 from trainer.hooks.progress import progress_writers
@@ -76,11 +75,9 @@ def shared_hooks(
         every_steps=config.checkpoint_every_steps,
         last_step=config.train_steps,
     )
-    hooks: list[Hook] = [
-        StopOnNonFinite(parts.learner.loss_scale),
-        *evict_hooks(parts.learner.model, parts.executor),
-        *writing,
-    ]
+    hooks: list[Hook] = [StopOnNonFinite(parts.learner.loss_scale)]
+    hooks += parts.learner.tables.hooks(parts.executor) if parts.learner.tables else []
+    hooks += writing
     evaluate = None
     if not parts.spec.has_evaluator:
         every_steps = config.eval_every_steps

@@ -30,10 +30,10 @@ from strategies.tables import tables_with
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.config import ConfigError, Recipe
 from trainer.config_file import errors_explained, explained
-from trainer.embeddings.table import set_values
 from trainer.exit_codes import EXIT_USAGE, first_line
 from trainer.hooks.base import Hook
 from trainer.learner import Learner
+from trainer.learner.variables import set_values
 from trainer.models import declared_inputs, has_own_code
 
 log = logging.getLogger(__name__)

@@ -6,13 +6,11 @@ since this process began to train, with all of these. `gpu_peak_bytes` is the mo
 in use so far on one of its GPUs.
 """
 
-import collections
 import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
-import tensorflow as tf
 from typing_extensions import override
 
 from data.order import Order
@@ -20,7 +18,6 @@ from strategies.base import Executor
 from strategies.gpus import peak_bytes
 from strategies.metrics import Metrics, add_metrics, means
 from strategies.pace import Pace
-from trainer.embeddings.dynamic import DynamicTable
 from trainer.hooks.base import PeriodicHook
 from trainer.hooks.writers import Writer
 from trainer.learner import Learner
@@ -86,7 +83,9 @@ class Report(PeriodicHook):
         if self.learner.loss_scale:
             values |= self.learner.loss_scale.report()
         values |= self.executor.worker_stats()
-        values |= self._of_tables(step)
+        if tables := self.learner.tables:
+            steps, row_bytes = max(1, step - self._last_step), self.executor.row_bytes
+            values |= tables.report(self._metrics.lookups, steps, row_bytes)
         for writer in self.writers:
             writer.write(step, "train", values)
         self._begin_interval(step)
@@ -94,25 +93,6 @@ class Report(PeriodicHook):
     @override
     def end(self, step: int) -> None:
         self.act(step)
-
-    def _of_tables(self, step: int) -> dict[str, dict[str, float]]:
-        """Values of each table, by the name of its layer."""
-        found: dict[str, dict[str, float]] = collections.defaultdict(dict)
-        num_steps = max(1, step - self._last_step)
-        for layer in self.learner.tables:
-            unique, number = self._metrics.lookups[layer.name]
-            value_bytes = tf.as_dtype(layer.table.dtype).size
-            sent = unique * self.executor.row_bytes(layer.width, value_bytes) / num_steps
-            found["table_unique_share"][layer.name] = unique / max(number, 1)
-            found["table_bytes_per_step"][layer.name] = round(sent)
-            if isinstance(layer.table, DynamicTable):
-                counts = layer.table.counts()
-                found["table_rows"][layer.name] = counts.rows
-                found["table_new"][layer.name] = counts.new
-                found["table_evicted"][layer.name] = counts.evicted
-            else:
-                found["table_rows"][layer.name] = layer.table.shape[0]
-        return found
 
     def _begin_interval(self, step: int) -> None:
         self._metrics = Metrics()

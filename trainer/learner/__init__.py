@@ -40,9 +40,9 @@ from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Batch
 from strategies.metrics import Metrics
-from trainer.embeddings.table import Rows, saved_arrays
 from trainer.learner.objective import Objective
 from trainer.learner.update import Update
+from trainer.learner.variables import saved_arrays
 from trainer.step.keras_losses import KerasLoss, ModelLoss
 from trainer.step.keras_metrics import KerasMetrics, without_padding
 from trainer.step.losses import PerExample
@@ -82,7 +82,8 @@ class Learner(Update):
       The parts of a ShardedEmbedding are updated by rows, by the optimizer of their table.
 
     Attributes:
-        tables: The layers of the model that are ShardedEmbeddings.
+        tables: The layers of the model that are ShardedEmbeddings: ModelTables, or ().
+        table_parts: The parts of these that are trained.
         variables: The trainable variables, in the order of `gradients`.
         num_dense: The first `num_dense` of `variables` are dense. The others are parts of tables
             (trainer/embeddings), whose gradients are rows.
@@ -166,7 +167,7 @@ class Learner(Update):
         return self.objective.to_metrics(totals)
 
     @property
-    def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
+    def state(self) -> Mapping[str, Sequence[tf.Variable]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
         momenta = self.local_steps.momenta if self.local_steps else []
         return {**super().state, **({"outer_momentum": momenta} if momenta else {})}
@@ -179,7 +180,7 @@ class Learner(Update):
         return [*slots, *self.layer_state, *counters, *(v for each in state for v in each)]
 
     @property
-    def _own_state(self) -> list[tf.Variable | Rows]:
+    def _own_state(self) -> list[tf.Variable]:
         """What a subclass adds to `state`."""
         ours = super().state
         return [v for name, each in self.state.items() if name not in ours for v in each]
@@ -201,9 +202,9 @@ class Learner(Update):
         """
         evaluated = dict(zip(map(id, self.variables), self._ema_averages, strict=False))
         return [
-            v.numpy()
-            if isinstance(v, Rows)
-            else np.asarray(evaluated.get(id(v.value), v.value).numpy())
+            np.asarray(evaluated.get(id(v.value), v.value).numpy())
+            if isinstance(v, keras.Variable)
+            else v.numpy()
             for v in saved_arrays(self.model)
         ]
 

@@ -18,7 +18,6 @@ from data.system.compat.autograph import no_autograph
 from strategies.base import Batch, Tensor
 from strategies.gradients.parts import add_gradients, part_of_batch
 from strategies.step_errors import reason_of_xla
-from trainer.embeddings.base import begin_counting
 from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
 from trainer.step.loss_scale import LossScale, unscaled
@@ -65,7 +64,8 @@ class Differentiation(ModelVariables):
 
     def forward(self, inputs: Batch, seeds: tf.Tensor | None = None, *, training: bool) -> Batch:
         """Returns the model's outputs. Random layers draw from `seeds`, int32 [B, 2]."""
-        begin_counting()
+        if self.tables:
+            self.tables.begin_counting()
         with drawing(seeds):
             return self.model(inputs, training=training)
 

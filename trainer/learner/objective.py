@@ -21,7 +21,6 @@ import tensorflow as tf
 from data.system.compat.autograph import autograph, no_autograph
 from strategies.base import Batch
 from strategies.metrics import Metrics
-from trainer.embeddings.base import lookups_of
 from trainer.learner.variables import ModelVariables
 from trainer.step.keras_losses import KerasLoss, ModelLoss, class_weights, output_names, weighted
 from trainer.step.keras_metrics import KerasMetrics
@@ -201,7 +200,7 @@ class Objective:
             values.append(require_per_example(name, metric(labels, outputs), labels, outputs))
         totals = metric_totals(values, counts)
         if self._tables:
-            totals = tf.concat([totals, tf.reshape(lookups_of(self._tables), [-1])], axis=0)
+            totals = tf.concat([totals, self._tables.lookups()], axis=0)
         if self.keras_metrics is None:
             return totals
         states = self.keras_metrics.update(labels, outputs, weights, counts)

@@ -17,7 +17,6 @@ import tensorflow as tf
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Tensor, read_now
-from trainer.embeddings.table import FixedTable, Rows
 from trainer.learner.differentiation import Differentiation
 from trainer.step.fused_updates import Update as FusedUpdate
 from trainer.step.fused_updates import fused_update, supports
@@ -61,10 +60,9 @@ class Update(Differentiation):
         self.loss_scale = LossScale(options.loss_scale) if self._is_float16 else None
 
     @property
-    def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
+    def state(self) -> Mapping[str, Sequence[tf.Variable]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
-        tables = [layer.table for layer in self.tables if isinstance(layer.table, FixedTable)]
-        slots = [slot for table in tables for slot in table.slots]
+        slots = [s for layer in self.tables if not layer.is_dynamic for s in layer.table.slots]
         return {
             **({"averages": self._ema_averages} if self._ema_averages else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
@@ -152,7 +150,7 @@ class Update(Differentiation):
         """Changes all copies of a variable; returns tensors that are computed after that."""
         place = index - self.num_dense
         if place >= 0:  # A table, which all replicas of this process share.
-            part = self._table_parts[place]
+            part = self.table_parts[place]
             first, *_ = strategy.experimental_local_results(gradient)
             return [part.change(first, now.rate, now.step, factor=now.factor)]
         variable = self.variables[index]

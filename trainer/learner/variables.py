@@ -1,16 +1,39 @@
-"""The variables of a model, in the order that all parts of a learner use."""
+"""The variables of a model, in the order that all parts of a learner use, and its tables.
 
-import dataclasses
-from collections.abc import Sequence
+trainer/embeddings is optional: no module of the core imports it. A config that uses tables does,
+and then the layers of its model bring what the core calls (model_tables.py there).
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from data.system.compat.keras_layers import all_layers, own
-from trainer.embeddings.layer import ShardedEmbedding
-from trainer.embeddings.table import FixedTable, tables_of
 from trainer.step.loss_scale import computes_in_float16
 from trainer.step.options import ConfigError, Options
+
+if TYPE_CHECKING:
+    from trainer.embeddings.model_tables import ModelTables
+    from trainer.learner import Learner
+
+
+class SplitVariable:
+    """The variables of the parts of a table, or of an optimizer slot of it.
+
+    Attributes:
+        parts: The variables.
+        shape: That of the complete table; the number of rows is None if it is not fixed.
+        path: The name of the complete table.
+        dtype: The name of the type of the values.
+    """
+
+    def __init__(self, parts: Sequence[tf.Variable], shape: tuple[Any, ...], path: str) -> None:
+        self.parts, self.shape = list(parts), shape
+        self.path = self.name = path
+        self.dtype: str = parts[0].dtype.name
 
 
 class ModelVariables:
@@ -22,26 +45,19 @@ class ModelVariables:
     def _find_variables(self) -> None:
         """Raises OptimizerError or ConfigError, as Learner."""
         model, options = self.model, self._step_options
-        self.tables = tables_of(model)
-        for layer in self.tables:
-            if isinstance(layer.table, FixedTable):
-                layer.table.forget_slots()
-        of_tables = {id(part) for layer in self.tables for part in layer.weights}
+        self._is_float16 = is_float16 = computes_in_float16(model)
+        self.tables = tables = tables_of(model)
+        self.table_parts = tables.start(options, is_float16=is_float16) if tables else []
+        of_tables = {id(part) for layer in tables for part in layer.weights}
         self.dense_variables = [v for v in model.trainable_variables if id(v) not in of_tables]
         others = [v for v in model.non_trainable_variables if id(v) not in of_tables]
-        self._table_parts = [p for layer in self.tables if layer.trainable for p in layer.parts]
-        for part in self._table_parts:
-            part.add_slots(marks_changes=options.marks_changed_rows)
-        parts = [part.rows for part in self._table_parts]
+        parts = [part.rows for part in self.table_parts]
         self.variables: list[tf.Variable] = [*(v.value for v in self.dense_variables), *parts]
         self.num_dense = len(self.dense_variables)
         # The forward pass reads these, and the tables.
         self._keras_inputs = [*self.dense_variables, *others]
         self._forward_inputs: list[tf.Variable] = [v.value for v in self._keras_inputs]
         self._not_trained = self._forward_inputs[self.num_dense :]
-        self._is_float16 = computes_in_float16(model)
-        if self.tables:
-            _require_table_options(options, self.tables, is_float16=self._is_float16)
 
     @property
     def layer_state(self) -> list[tf.Variable]:
@@ -58,22 +74,62 @@ class ModelVariables:
         ]
 
 
-def _require_table_options(
-    options: Options, tables: Sequence[ShardedEmbedding], *, is_float16: bool
-) -> None:
-    """Raises ConfigError for an option that would change, or read, a whole table in each step."""
-    names = ", ".join(layer.name for layer in tables)
-    refused = {
-        f"config.{item.name}": (getattr(options, item.name) != getattr(Options(), item.name), use)
-        for item in dataclasses.fields(options)
-        if (use := item.metadata.get("with_tables"))
-    } | {
-        "config.jit_compile": (options.jit_compile, "--config.jit_compile=False"),
-        "config.precision=mixed_float16": (is_float16, "--config.precision=mixed_bfloat16"),
-    }
-    for name, (is_set, instead) in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"{name} cannot be used with a ShardedEmbedding ({names}), of which a step knows "
-                f"the rows of its batch only. Use {instead}."
-            )
+def tables_of(model: keras.Model) -> "ModelTables | tuple[()]":
+    """The layers of `model` that are split, also those inside of other layers; () without them."""
+    layers = all_layers(model, include_self=False)
+    split = [one for one in layers if isinstance(getattr(one, "table", None), SplitVariable)]
+    return split[0].of_model(split) if split else ()
+
+
+def saved_variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns `saved_arrays` of `model`, and its tables of dynamic ids, which come last."""
+    return [*saved_arrays(model), *(la.table for la in tables_of(model) if la.is_dynamic)]
+
+
+def saved_arrays(model: keras.Model) -> list[keras.Variable]:
+    """Returns `model.variables`; each table is one entry, at the place of its first part."""
+    table_of = {id(part): layer.table for layer in tables_of(model) for part in layer.weights}
+    entries = [table_of.get(id(variable), variable) for variable in model.variables]
+    # A model that was exported has constants in place of dynamic ids.
+    return list({id(entry): entry for entry in entries if None not in entry.shape}.values())
+
+
+def set_values(model: keras.Model, learner: "Learner") -> None:
+    """Copies the values with which `learner` evaluates to `model`, which will not be trained.
+
+    Variables are matched by their paths: `model` may have fewer, if it is built for predictions.
+    If paths differ, because a config file numbers its layers itself, they are matched by order.
+
+    Raises ConfigError if `model` has another variable.
+    """
+    arrays, weights = saved_arrays(model), learner.weights()
+    for variable, place in zip(arrays, _places(arrays, saved_arrays(learner.model)), strict=True):
+        variable.assign(weights[place])
+    layers, trained = tables_of(model), [layer.table for layer in learner.tables]
+    places = _places([layer.table for layer in layers], trained)
+    for layer, place in zip(layers, places, strict=True):
+        if layer.is_dynamic:
+            layer.freeze(*trained[place].ids_and_rows())
+
+
+def _places(items: Sequence[Any], trained: Sequence[Any]) -> list[int]:
+    """The place in `trained`, of variables or tables, of each of `items`."""
+    keys, places = [*_keys(items)], {key: place for place, key in enumerate(_keys(trained))}
+    others = [path for path, number in keys if (path, number) not in places]
+    if not others:
+        return [places[key] for key in keys]
+    kinds, needed = ([(tuple(i.shape), i.dtype) for i in side] for side in (items, trained))
+    if kinds == needed:
+        return list(range(len(trained)))
+    raise ConfigError(
+        f"build_model made other variables when it was called again: {', '.join(others)}. "
+        "Make the same variables, of the same names, at each call."
+    )
+
+
+def _keys(items: Sequence[Any]) -> Iterator[tuple[str, int]]:
+    """The `path` of each item, and the number of items of this path so far: it may occur twice."""
+    counts: collections.Counter[str] = collections.Counter()
+    for item in items:
+        counts[item.path] += 1
+        yield item.path, counts[item.path]

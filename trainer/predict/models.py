@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from data.features import Declared
+from data.system.extras import of_satellite
 from data.system.files import exists, is_dir, join
 from data.system.scratch import plain_path
 from strategies.base import Batch
@@ -76,6 +77,7 @@ def _of_keras(model: keras.Model, run: str) -> Loaded:
 
 
 def _loaded_file(path: str) -> keras.Model:
+    of_satellite("trainer.embeddings", "ShardedEmbedding")  # Keras then knows it by its name.
     try:
         return keras.models.load_model(path, compile=False)
     except Exception as error:  # A damaged file, or unknown classes, may raise any error.

@@ -127,8 +127,8 @@ def classified(model_dir: str) -> Classified:
         ConfigError, DataError, ModelDirError: the model is no classifier with one output, the data
             or the checkpoint is missing, or the config file now defines another model.
     """
-    from trainer.embeddings.table import set_values
     from trainer.inputs import Inputs, data_errors_explained
+    from trainer.learner.variables import set_values
     from trainer.session import restore
 
     found = restore(model_dir, "newest_complete")
