@@ -11,14 +11,7 @@ from strategies.cluster.tf_config import ClusterError, Task
 from tests.unit.stand_ins import KILLED, lines_of, no_progress, notes, starter
 from trainer.local.deaths import TaskEnd
 from trainer.local.elastic import ElasticPolicy, run_elastic
-from trainer.local.group_rules import (
-    Group,
-    HostRecord,
-    Rules,
-    Sightings,
-    Snapshot,
-    next_members,
-)
+from trainer.local.group_rules import Group, HostRecord, Rules, Sightings, Snapshot, next_members
 from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership
 from trainer.local.policy import Activity, Step
