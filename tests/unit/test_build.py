@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.layers import Dense
 
 from tests.unit.replicas import update_of
 from trainer.build import build_learner, check_for_strategy
@@ -129,3 +130,55 @@ def test_prefetching_that_has_no_effect_is_said() -> None:
     assert "prefetch_batches=3 has no effect under --strategy=ps" in note
     config.loss_scale, config.precision = LossScaleConfig(8.0), "mixed_float16"
     assert check(config, "mirrored") == []
+
+
+# A model and a loss that do not fit each other are noted, and a correct pair is not.
+
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy
+GENERALIZED = keras.losses.CategoricalGeneralizedCrossEntropy
+
+
+def notes(loss: Any, last: keras.Layer, *, is_compiled: bool = False) -> str:
+    def build_model(config: Config) -> keras.Model:
+        model = keras.Sequential([keras.Input((3,)), Dense(4, name="first"), last])
+        if is_compiled:
+            model.compile("adam", "mse")
+        return model
+
+    given = {} if loss is None else {"loss": loss}
+    return "\n".join(build_learner(Recipe("mine.py", Config(), build_model, **given)).notes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "last", "said"),
+    [
+        (None, Dense(4, "softmax"), "ends with softmax, but the default loss applies softmax too"),
+        (None, keras.layers.Softmax(), "softmax"),
+        (None, keras.Sequential([Dense(4, "softmax")]), "softmax"),
+        (CROSS_ENTROPY(from_logits=True), Dense(4, "softmax"), "from_logits=True) applies it too"),
+        ("sparse_categorical_crossentropy", Dense(4), "expects probabilities, but the last layer"),
+        (GENERALIZED(), Dense(4), "expects probabilities"),
+    ],
+)
+def test_last_layer_that_does_not_fit_the_loss_is_noted(
+    loss: Any, last: keras.Layer, said: str
+) -> None:
+    assert said in notes(loss, last)
+
+
+def test_compile_in_build_model_is_noted() -> None:
+    said = notes(None, Dense(4), is_compiled=True)
+    assert "model.compile(...) in build_model has no effect" in said
+
+
+@pytest.mark.parametrize(
+    ("loss", "last"),
+    [
+        (None, Dense(4)),
+        ("sparse_categorical_crossentropy", Dense(4, "softmax")),
+        (CROSS_ENTROPY(from_logits=True), Dense(4)),
+        ("mse", Dense(4)),
+    ],
+)
+def test_last_layer_that_fits_the_loss_is_not_noted(loss: Any, last: keras.Layer) -> None:
+    assert notes(loss, last) == ""

@@ -103,17 +103,6 @@ def test_directory_may_have_any_name_and_be_moved(split: Split, tmp_path: Path) 
     assert_restores(split, there, 3, state)
 
 
-@pytest.mark.slow
-def test_resumed_training_continues_bit_for_bit(split: Split, tmp_path: Path) -> None:
-    uninterrupted = NestedToy(split, tmp_path / "uninterrupted")
-    uninterrupted.train_and_save(30)
-    NestedToy(split, tmp_path / "parts").train_and_save(11)
-    toy = NestedToy(split, tmp_path / "parts", seed=1)
-    toy.start(toy.restore().position)
-    toy.executor.run(19)
-    assert_same(uninterrupted.state(), toy.state())
-
-
 def test_all_but_the_newest_and_the_best_are_removed(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path, keep=2)
     for step, score in ((1, 0.5), (2, 0.9), (3, 0.7), (4, float("nan"))):

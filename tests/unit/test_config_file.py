@@ -12,7 +12,7 @@ import pytest
 from strategies.transfer import AS_COMPUTED
 from tests.commands import run_python
 from trainer.config import Config, ConfigError, Recipe, load_recipe
-from trainer.config_file import absolute, load_module
+from trainer.config_file import absolute
 from trainer.guards.fingerprint import shared_settings
 from trainer.preflight import preflight
 
@@ -458,4 +458,4 @@ def test_file_is_executed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "no_such.py"])
 def test_missing_module_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--config={name}: there is no such .*Shipped: .*digits"):
-        load_module(name)
+        load_recipe(name)
