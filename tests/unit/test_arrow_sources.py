@@ -384,17 +384,6 @@ def test_types_of_times_and_numbers_are_not_mixed(tmp_path: Path) -> None:
                 parquet(tmp_path / "in", tmp_path / "out")
 
 
-def test_text_in_views_is_that_of_other_text(tmp_path: Path) -> None:
-    found = []
-    for dtype in (pa.string(), pa.string_view(), pa.binary_view()):
-        columns = {name: pa.array([f"a{row % 3}" for row in range(40)], dtype) for name in "xy"}
-        write(tmp_path / "a.parquet", columns)
-        out = parquet(tmp_path / "a.parquet", tmp_path / str(dtype), label="y")
-        assert len(read(out)["x"]) < 40
-        found.append(digest(out))
-    assert found[1:] == found[:1] * 2
-
-
 _TEXT, _VIEW = pa.array(["a", "b"]), pa.array(["a", "b"], pa.string_view())
 _TEXTS = pa.string(), pa.string_view(), pa.binary_view(), pa.large_string()
 _CODES = pa.array([0, 1, 1])
@@ -442,7 +431,8 @@ def test_each_type_of_arrow_is_stored_by_a_rule_or_refused_with_its_name(
         return
     source = arrow_source("x", "a", {"train": [chunk]}, {}, Options(missing="0"))
     assert source.notes[-1] == f"a: columns: x {stored}"
-    assert len([*source.splits["train"].examples(1, 3)]) == 2
+    first, _ = source.splits["train"].examples(1, 3)
+    assert first.endswith(b"b") or stored != "text"
 
 
 @pytest.mark.parametrize("dtype", [pa.list_(pa.int64()), pa.list_(pa.int64(), 2)], ids=str)

@@ -32,19 +32,15 @@ from trainer.run_files import checkpoints_in
 from trainer.step.losses import sparse_categorical_crossentropy
 
 
-def rebuild(
-    toy: Toy,
-    make_model: Callable[[], keras.Model],
-    make_optimizer: Callable[[], keras.Optimizer] = lambda: keras.optimizers.Adam(0.01),
-    keep: int = 2,
-) -> None:
-    """Gives `toy` another model and optimizer."""
-    toy.learner = toy.executor.build(
-        lambda: Learner(
-            make_model(), make_optimizer(), sparse_categorical_crossentropy, {}, batch_size=BATCH
-        )
-    )
-    toy.checkpointer = Checkpointer(f"{toy.model_dir}/checkpoints", toy.learner, {}, keep=keep)
+def rebuild(toy: Toy, make_model: Callable[[], keras.Model]) -> None:
+    """Gives `toy` another model."""
+
+    def make() -> Learner:
+        adam, loss = keras.optimizers.Adam(0.01), sparse_categorical_crossentropy
+        return Learner(make_model(), adam, loss, {}, batch_size=BATCH)
+
+    toy.learner = toy.executor.build(make)
+    toy.checkpointer = Checkpointer(f"{toy.model_dir}/checkpoints", toy.learner, {}, keep=2)
 
 
 def sequential(*layers: keras.Layer) -> keras.Model:
@@ -54,15 +50,13 @@ def sequential(*layers: keras.Layer) -> keras.Model:
 class NestedToy(Toy):
     """With what Keras tracks in other ways: layers of layers, statistics, seeds, an embedding."""
 
-    def __init__(
-        self, split: Split, model_dir: Path, *, num_replicas: int = 1, seed: int = 0
-    ) -> None:
-        super().__init__(split, model_dir, seed=seed)
+    def __init__(self, split: Split, model_dir: Path, num_replicas: int) -> None:
+        super().__init__(split, model_dir)
         self.executor = MirroredExecutor(replicas(num_replicas))
         layers = keras.layers
 
         def model() -> keras.Model:
-            dropout = layers.Dropout(0.5, seed=seed)
+            dropout = layers.Dropout(0.5, seed=0)
             inner = sequential(layers.Dense(4), layers.BatchNormalization(), dropout)
             inputs = keras.Input((3,))
             numbers = layers.Lambda(lambda x: keras.ops.cast(x > 0, "int32"))(inputs)
@@ -103,8 +97,7 @@ def test_directory_may_have_any_name_and_be_moved(split: Split, tmp_path: Path) 
     assert_restores(split, there, 3, state)
 
 
-def test_all_but_the_newest_and_the_best_are_removed(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path, keep=2)
+def test_all_but_the_newest_and_the_best_are_removed(toy: Toy) -> None:
     for step, score in ((1, 0.5), (2, 0.9), (3, 0.7), (4, float("nan"))):
         toy.jump_to(step)
         toy.checkpointer.save(step, Position(step), {})
@@ -282,13 +275,10 @@ def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
         Toy(split, tmp_path).checkpointer.restore()
 
 
-def test_model_of_the_same_variables_put_together_in_another_way_is_refused(
-    split: Split, tmp_path: Path
-) -> None:
+def test_model_of_the_same_variables_put_together_in_another_way_is_refused(toy: Toy) -> None:
     def flat() -> keras.Model:
         return sequential(keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES))
 
-    toy = Toy(split, tmp_path)
     rebuild(toy, flat)
     save(toy, 0)
     rebuild(toy, lambda: sequential(flat()))
@@ -321,7 +311,7 @@ def test_settings_of_keras_are_compared_where_they_were_recorded(
 def test_files_are_equal_to_those_of_tensorflow(
     num_replicas: int, split: Split, tmp_path: Path
 ) -> None:
-    toy = NestedToy(split, tmp_path, num_replicas=num_replicas)
+    toy = NestedToy(split, tmp_path, num_replicas)
     save(toy, 3)
     original = toy.checkpointer._checkpoint
     original.write(str(tmp_path / "original"))
@@ -376,10 +366,9 @@ def test_training_continues_while_variables_are_written_without_changing_the_fil
 
 
 def test_one_copy_is_written_at_a_time_and_serves_the_best_of_the_same_step(
-    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    toy = Toy(split, tmp_path)
     toy.jump_to(1)
     toy.checkpointer.save_best(1, Position(1), 0.5)
     toy.checkpointer.save(1, Position(1), {})
@@ -412,11 +401,10 @@ def test_save_that_fails_is_reported_cleaned_up_and_costs_no_other_checkpoint(
             toy.checkpointer.save_best(step, Position(step), 0.5)
             assert not toy.checkpointer.has_saved(step)
     failures = warnings_in(caplog)
-    files = [what if what == "variables" else "checkpoint.json" in line for line in failures]
-    assert len(files) == 4
-    assert all(files)
-    assert all("File too large" in line for line in failures)
-    assert all("the newest complete checkpoint is of step 1" in line for line in failures)
+    assert len(failures) == 4
+    file = "variables" if what == "variables" else "checkpoint.json"
+    for words in (file, "File too large", "the newest complete checkpoint is of step 1"):
+        assert all(words in line for line in failures)
     assert toy.checkpoints() == ["step-00000001"]
     if what == "variables":
         assert_restores(split, tmp_path, 1, state)
@@ -440,9 +428,9 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
 
 
 def test_checkpoint_written_while_another_step_is_restored_is_finished_first(
-    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, toy = Gate(monkeypatch), Toy(split, tmp_path)
+    gate = Gate(monkeypatch)
     toy.jump_to(3)
     toy.checkpointer.save(3, Position(3), {})
     threading.Timer(0.2, gate.is_open.set).start()
