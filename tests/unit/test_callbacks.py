@@ -49,7 +49,7 @@ def run(
     toy: Toy, callbacks: Sequence[K.Callback], steps: int, *, evaluates: bool = True
 ) -> tuple[int, Callbacks]:
     evaluate = toy.evaluate(every_steps=EPOCH, last_step=steps) if evaluates else None
-    times = {"steps_per_epoch": EPOCH, "last_step": steps}
+    times: Any = {"steps_per_epoch": EPOCH, "last_step": steps}
     parts = toy.executor, toy.learner, callbacks
     hook = Callbacks(*parts, path="mine.py", evaluate=evaluate, **times)
     hooks = [evaluate, hook] if evaluate else [hook]

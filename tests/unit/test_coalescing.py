@@ -149,7 +149,7 @@ def test_learner_of_a_config_file_reads_its_own_variables_and_is_converted_by_au
     def compute() -> Any:
         weighted = (*batch(), tf.ones([8]))
         evaluated = compute_metrics([], learner, strategy, weighted)
-        parts = [], tf.constant(0), learner, strategy, batch(), "float32"
+        parts: Any = [], tf.constant(0), learner, strategy, batch(), "float32"
         return *compute_gradients(*parts), evaluated
 
     _, totals, evaluated = compute()

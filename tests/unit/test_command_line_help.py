@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,8 +121,8 @@ def test_zsh_gets_the_same_script(script: str) -> None:
 def test_name_of_a_run_says_what_was_changed() -> None:
     config = load_recipe("digits").config
     assert changes(load_recipe("digits", config)) == []
-    fields = {"batch_size": 128, "learning_rate": 1e-5, "optimizer": "sgd"}
-    others = {"train_steps": 7, "data_dir": "/x", "log_every_steps": 3}
+    fields: Any = {"batch_size": 128, "learning_rate": 1e-5, "optimizer": "sgd"}
+    others: Any = {"train_steps": 7, "data_dir": "/x", "log_every_steps": 3}
     recipe = load_recipe("digits", dataclasses.replace(config, **fields, **others))
     assert changes(recipe) == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]
     assert {"data_dir", "log_every_steps", "optimizer"} < set(overridden_fields(recipe))

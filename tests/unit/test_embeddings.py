@@ -284,7 +284,7 @@ def test_a_dry_run_makes_no_rows_and_each_server_gets_a_part() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *({"rows": rows} for rows in (0, [], 1.5)),
+        *({"rows": 0}, {"rows": []}, {"rows": 1.5}),
         *({"optimizer": optimizer} for optimizer in ("adam", 0.1)),
         *({"width": -1}, {"l2": -1}, {"clip_norm": float("nan")}),
         *({"initializer": "glorot_uniform"}, {"combiner": "max"}),
