@@ -50,13 +50,15 @@ def sequential(*layers: keras.Layer) -> keras.Model:
 class NestedToy(Toy):
     """With what Keras tracks in other ways: layers of layers, statistics, seeds, an embedding."""
 
-    def __init__(self, split: Split, model_dir: Path, num_replicas: int) -> None:
-        super().__init__(split, model_dir)
+    def __init__(
+        self, split: Split, model_dir: Path, *, num_replicas: int = 1, seed: int = 0
+    ) -> None:
+        super().__init__(split, model_dir, seed=seed)
         self.executor = MirroredExecutor(replicas(num_replicas))
         layers = keras.layers
 
         def model() -> keras.Model:
-            dropout = layers.Dropout(0.5, seed=0)
+            dropout = layers.Dropout(0.5, seed=seed)
             inner = sequential(layers.Dense(4), layers.BatchNormalization(), dropout)
             inputs = keras.Input((3,))
             numbers = layers.Lambda(lambda x: keras.ops.cast(x > 0, "int32"))(inputs)
@@ -95,6 +97,17 @@ def test_directory_may_have_any_name_and_be_moved(split: Split, tmp_path: Path) 
     assert_restores(split, here, 3, state)
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert_restores(split, there, 3, state)
+
+
+@pytest.mark.slow
+def test_resumed_training_continues_bit_for_bit(split: Split, tmp_path: Path) -> None:
+    uninterrupted = NestedToy(split, tmp_path / "uninterrupted")
+    uninterrupted.train_and_save(30)
+    NestedToy(split, tmp_path / "parts").train_and_save(11)
+    toy = NestedToy(split, tmp_path / "parts", seed=1)
+    toy.start(toy.restore().position)
+    toy.executor.run(19)
+    assert_same(uninterrupted.state(), toy.state())
 
 
 def test_all_but_the_newest_and_the_best_are_removed(toy: Toy) -> None:
@@ -311,7 +324,7 @@ def test_settings_of_keras_are_compared_where_they_were_recorded(
 def test_files_are_equal_to_those_of_tensorflow(
     num_replicas: int, split: Split, tmp_path: Path
 ) -> None:
-    toy = NestedToy(split, tmp_path, num_replicas)
+    toy = NestedToy(split, tmp_path, num_replicas=num_replicas)
     save(toy, 3)
     original = toy.checkpointer._checkpoint
     original.write(str(tmp_path / "original"))

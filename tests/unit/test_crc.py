@@ -88,3 +88,25 @@ def test_buffer_is_lent_again_only_when_no_view_of_it_is_left() -> None:
     gc.collect()
     assert buffers.array((2, 16)).ctypes.data == address
     assert buffers.array((400, 16)).shape == (400, 16)
+
+
+def test_tensorflow_holds_a_buffer_for_as_long_as_its_tensors_live() -> None:
+    buffers = Buffers()
+    addresses = []
+
+    def generate():  # type: ignore[no-untyped-def]
+        for number in range(40):
+            array = buffers.array((1000,))
+            addresses.append(array.ctypes.data)
+            array[:] = number
+            yield array
+
+    dataset = tf.data.Dataset.from_generator(
+        generate, output_signature=tf.TensorSpec([None], tf.uint8)
+    )
+    kept = list(dataset.prefetch(3).take(20))
+    rest = [int(tensor[999]) for tensor in dataset.skip(20)]
+    assert [int(tensor[0]) for tensor in kept] == [int(tensor[999]) for tensor in kept]
+    assert [int(tensor[0]) for tensor in kept] == list(range(20))
+    assert rest == list(range(20, 40))
+    assert len(set(addresses)) < len(addresses), "some were used again"
