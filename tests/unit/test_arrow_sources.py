@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from data.example_features import class_names, read_features
 from data.prepare.preparing import prepare
@@ -28,6 +27,7 @@ pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
 pd = pytest.importorskip("pandas", reason="needs the extra test")
 
 _NONE = pa.array([None, None], pa.int32())
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64")
 
 # Containers of equal content; `content` is a dict of arrays [500, ...].
 CONTAINERS = """
@@ -112,28 +112,23 @@ def parquet(path: Path, out: Path, **options: Any) -> Path:
     return out
 
 
-@pytest.fixture
-def all_types(tmp_path: Path) -> Path:
-    """A directory with train.parquet, in row groups of 7 rows."""
-    count = 50
+def columns_of_all_types(count: int) -> dict[str, Any]:
     start = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+    days = [(start + datetime.timedelta(days=row)).date() for row in range(count)]
     random = np.random.default_rng(1)
-    cents = [decimal.Decimal(int(cent)) / 100 for cent in random.integers(-(10**9), 10**9, count)]
-    columns: dict[str, Any] = {
-        name: pa.array(np.arange(count), type=name)
-        for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-    }
-    columns |= {
+    numbers = {name: pa.array(np.arange(count), type=name) for name in (*INTEGERS, "uint64")}
+    return numbers | {
         "float": pa.array(random.normal(size=count), type=pa.float32()),
         "double": random.normal(size=count),
         "bool": np.arange(count) % 3 == 0,
         "text": [None if row % 5 == 0 else f"é{row}" for row in range(count)],
         "category": pa.array(["a", "b"] * (count // 2)).dictionary_encode(),
         "binary": [bytes([row, 255]) for row in range(count)],
-        "date": [(start + datetime.timedelta(days=row)).date() for row in range(count)],
+        "date": days,
+        "date64": pa.array(days, pa.date64()),
         "stamp": pa.array([start + datetime.timedelta(seconds=row) for row in range(count)]),
         "nanos": pa.array(np.arange(count), type=pa.timestamp("ns")),
-        "cents": cents,
+        "cents": [decimal.Decimal(int(x)) / 100 for x in random.integers(-(10**9), 10**9, count)],
         "whole": [decimal.Decimal(row) for row in range(count)],
         "fixed": pa.array(random.normal(size=(count, 3)).tolist(), pa.list_(pa.float32(), 3)),
         "equal": [[row, -1] for row in range(count)],
@@ -141,17 +136,16 @@ def all_types(tmp_path: Path) -> Path:
         "words": [["a", "bc"][: row % 3] for row in range(count)],
         "y": np.arange(count) % 4,
     }
+
+
+def test_values_and_types_are_those_that_pandas_reads(tmp_path: Path) -> None:
     for split in ("train", "test"):
-        write(tmp_path / "in" / f"{split}.parquet", columns, row_group_size=7)
-    return tmp_path / "in"
-
-
-def test_values_and_types_are_those_that_pandas_reads(all_types: Path, tmp_path: Path) -> None:
-    frame = pd.read_parquet(all_types / "train.parquet")
-    found = read(parquet(all_types, tmp_path / "out"))
+        path = tmp_path / "in" / f"{split}.parquet"
+        write(path, columns_of_all_types(50), row_group_size=7)
+    frame = pd.read_parquet(path)
+    found = read(parquet(tmp_path / "in", tmp_path / "out"))
     assert found.keys() == set(frame.columns)
-    integers = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64")
-    for name in (*integers, "bool", "float", "double"):
+    for name in (*INTEGERS, "bool", "float", "double"):
         assert found[name].dtype == frame[name].dtype, name
         np.testing.assert_array_equal(found[name], frame[name])
     for name in ("uint64", "stamp", "nanos"):
@@ -161,7 +155,7 @@ def test_values_and_types_are_those_that_pandas_reads(all_types: Path, tmp_path:
         assert [value.decode() for value in found[name]] == expected
     assert found["binary"].tolist() == frame["binary"].tolist()
     days = [(date - datetime.date(1970, 1, 1)).days for date in frame["date"]]
-    assert found["date"].tolist() == days
+    assert found["date"].tolist() == found["date64"].tolist() == days
     assert found["cents"].tolist() == [float(value) for value in frame["cents"]]
     assert found["whole"].tolist() == [int(value) for value in frame["whole"]]
     for name in ("fixed", "equal"):
@@ -186,29 +180,25 @@ def test_numbers_as_text_and_integers_of_text_are_declared(tmp_path: Path) -> No
     assert set(map(tuple, found["lists"])) == {(b"1", b""), (b"2", b"30")}
 
 
-@pytest.mark.parametrize(("missing", "expected"), [("drop", 40), ("0", 60)])
-def test_missing_numbers_are_dropped_or_replaced(
-    missing: str, expected: int, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.parquet"
+@pytest.mark.parametrize("missing", ["drop", "0"])
+def test_missing_numbers_are_dropped_or_replaced(missing: str, tmp_path: Path) -> None:
+    path, is_dropped = tmp_path / "a.parquet", missing == "drop"
     columns = {
         "x": [1, None, 3] * 20,
-        "z": [1.0, 2.0, 3.0 if missing == "drop" else float("nan")] * 20,
+        "z": [1.0, 2.0, 3.0 if is_dropped else float("nan")] * 20,
         "t": ["a", None, ""] * 20,
         "y": ["b", "c", "a"] * 20,
     }
     write(path, columns, row_group_size=7)
-    with pytest.raises(
-        DataError, match=r"a\.parquet, row 1: column x has 'null', but '1' in .*row 0"
-    ):
+    message = r"a\.parquet, row 1: column x has 'null', but '1' in .*row 0"
+    with pytest.raises(DataError, match=message):
         parquet(path, tmp_path / "out")
     out = parquet(path, tmp_path / "out", missing=missing, label="y")
-    parts = [read(out, split) for split in ("train", "test")]
-    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    assert len(found["x"]) == expected
-    assert set(found["x"]) == ({1, 3} if missing == "drop" else {0, 1, 3})
-    assert set(found["z"]) == ({1, 3} if missing == "drop" else {0, 1, 2})
-    assert class_names(str(out), "y") == (["a", "b"] if missing == "drop" else ["a", "b", "c"])
+    train, test = (read(out, split) for split in ("train", "test"))
+    assert len(train["x"]) + len(test["x"]) == (40 if is_dropped else 60)
+    assert {*train["x"], *test["x"]} == ({1, 3} if is_dropped else {0, 1, 3})
+    assert {*train["z"], *test["z"]} == ({1, 3} if is_dropped else {0, 1, 2})
+    assert class_names(str(out), "y") == (["a", "b"] if is_dropped else ["a", "b", "c"])
 
 
 def test_table_has_the_splits_that_csv_of_the_same_rows_has(tmp_path: Path) -> None:
@@ -310,8 +300,6 @@ def test_column_that_is_not_taken_may_be_missing_in_a_file(tmp_path: Path) -> No
         parquet(tmp_path / "in", tmp_path / "out")
     found = read(parquet(tmp_path / "in", tmp_path / "out", columns="x"))
     assert set(found["x"]) == {1, 2}
-    with pytest.raises(DataError, match="it lacks z"):
-        parquet(tmp_path / "in", tmp_path / "more", columns="x,z")
 
 
 def test_integers_beyond_int64_are_text_as_in_csv(
@@ -333,11 +321,9 @@ def test_progress_is_said_while_types_are_found_and_rows_are_written(
     for kind, total in (("parquet", " of 300"), ("csv", "")):
         path = tmp_path / f"a.{kind}"
         prepare(f"{kind}:x", str(tmp_path / kind), str(path))
-        said = capsys.readouterr().err.splitlines()
-        assert any(
-            re.fullmatch(rf".*{path.name}, types: (256|300){total} rows", line) for line in said
-        )
-        assert any(re.fullmatch(r"train: 200 of 2\d\d examples", line) for line in said)
+        said = capsys.readouterr().err
+        assert re.search(rf"{path.name}, types: (256|300){total} rows\n", said)
+        assert re.search(r"^train: 200 of 2\d\d examples\n", said, re.MULTILINE)
 
 
 @pytest.fixture
@@ -399,19 +385,10 @@ def test_types_of_times_and_numbers_are_not_mixed(tmp_path: Path) -> None:
                 parquet(tmp_path / "in", tmp_path / "out")
 
 
-def test_text_in_views_is_that_of_other_text(tmp_path: Path) -> None:
-    found = []
-    for dtype in (pa.string(), pa.string_view(), pa.binary_view()):
-        columns = {name: pa.array([f"a{row % 3}" for row in range(40)], dtype) for name in "xy"}
-        write(tmp_path / "a.parquet", columns)
-        out = parquet(tmp_path / "a.parquet", tmp_path / str(dtype), label="y")
-        assert len(read(out)["x"]) < 40
-        found.append(digest(out))
-    assert found[1:] == found[:1] * 2
-
-
 _TEXT, _VIEW = pa.array(["a", "b"]), pa.array(["a", "b"], pa.string_view())
+_TEXTS = pa.string(), pa.string_view(), pa.binary_view(), pa.large_string()
 _CODES = pa.array([0, 1, 1])
+_CATEGORIES = _TEXT.take(_CODES).dictionary_encode()
 _BIG = decimal.Decimal(10) ** 40
 _MAP, _PAIR = pa.map_(pa.string(), pa.int8()), pa.struct([("a", pa.int8())])
 _LISTS = (pa.list_, pa.large_list, lambda dtype: pa.list_(dtype, 1))
@@ -420,21 +397,16 @@ _LISTS = (pa.list_, pa.large_list, lambda dtype: pa.list_(dtype, 1))
 @pytest.mark.parametrize(
     ("column", "stored"),
     [
-        *((pa.array(["a", "b", None], dtype), "text") for dtype in (pa.string_view(), pa.string())),
-        *(
-            (pa.array([b"a", b"b", None], dtype), "text")
-            for dtype in (pa.binary_view(), pa.binary(1))
-        ),
-        (pa.array(["a", "b", None], pa.large_string()), "text"),
+        *((pa.array(["a", "b", None], dtype), "text") for dtype in _TEXTS),
+        (pa.array([b"a", b"b", None], pa.binary(1)), "text"),
         *((pa.array([["a"]] * 3, of(pa.string_view())), "text [1]") for of in _LISTS),
         (pa.array([[[b"a"]]] * 3, pa.list_(pa.list_(pa.binary_view()))), "text [1, 1]"),
         (pa.array([[1], [2], [3]], pa.large_list(pa.int32())), "int32 [1]"),
         (pa.DictionaryArray.from_arrays(_CODES, _TEXT), "text"),
         (pa.DictionaryArray.from_arrays(_CODES, _VIEW), "text"),
-        (
-            pa.ListArray.from_arrays([0, 1, 2, 3], _TEXT.take(_CODES).dictionary_encode()),
-            "text [1]",
-        ),
+        (pa.array([5, 5, 6], pa.int32()).dictionary_encode(), "int32"),
+        (pa.array([3 * 86_400_000, None, 0], pa.date64()), "int64 of date64[ms]"),
+        (pa.ListArray.from_arrays([0, 1, 2, 3], _CATEGORIES), "text [1]"),
         (pa.array(np.array([0.5, 1, 2], np.float16)), "float32 of halffloat"),
         (pa.array(np.arange(3) / 2).cast(pa.decimal256(50, 2)), "float64 of decimal256(50, 2)"),
         (pa.array([_BIG, 1, 2], pa.decimal256(50, 0)), "text of decimal256(50, 0)"),
@@ -458,22 +430,10 @@ def test_each_type_of_arrow_is_stored_by_a_rule_or_refused_with_its_name(
         with pytest.raises(DataError, match=r"column x is .*, which a record cannot hold"):
             arrow_source("x", "a", {"train": [chunk]}, {}, Options())
         return
-    source = arrow_source("x", "a", {"train": [chunk]}, {}, Options())
+    source = arrow_source("x", "a", {"train": [chunk]}, {}, Options(missing="0"))
     assert source.notes[-1] == f"a: columns: x {stored}"
-    assert len([*source.splits["train"].examples(1, 3)]) == 2
-
-
-def test_dates_are_days_and_categories_have_the_type_of_their_values(tmp_path: Path) -> None:
-    days = pa.array([3 * 86_400_000, None, 7 * 86_400_000], pa.date64())
-    small = pa.array([5, 5, 6], pa.int32()).dictionary_encode()
-    table = pa.table({"d": days, "small": small})
-    chunk = arrow_chunk("a", 0, 3, table.schema, lambda names: table.select(names).to_batches())
-    source = arrow_source("x", "a", {"train": [chunk]}, {}, Options(missing="drop"))
-    assert source.notes[-1] == "a: columns: d int64 of date64[ms], small int32"
-    parsed = tf.io.parse_example(
-        [*source.splits["train"].examples(0, 2)], {"d": tf.io.FixedLenFeature([], tf.int64)}
-    )
-    assert parsed["d"].numpy().tolist() == [3, 7]
+    first, _ = source.splits["train"].examples(1, 3)
+    assert first.endswith(b"b") or stored != "text"
 
 
 @pytest.mark.parametrize("dtype", [pa.list_(pa.int64()), pa.list_(pa.int64(), 2)], ids=str)

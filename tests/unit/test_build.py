@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.layers import Dense
 
 from tests.unit.replicas import update_of
 from trainer.build import build_learner, check_for_strategy
@@ -16,16 +17,9 @@ from trainer.step.options import LossScaleConfig, ScheduleConfig, WeightDecayCon
 
 
 def layers_of(config: Config) -> keras.Model:
-    layers = keras.layers
-    inner = keras.Sequential([keras.Input((4,)), layers.Dense(5, name="first")], name="body")
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            inner,
-            layers.BatchNormalization(name="norm"),
-            layers.Dense(3, name="head"),
-        ]
-    )
+    dense, norm = keras.layers.Dense, keras.layers.BatchNormalization(name="norm")
+    body = keras.Sequential([keras.Input((4,)), dense(5, name="first")], name="body")
+    return keras.Sequential([keras.Input((4,)), body, norm, dense(3, name="head")])
 
 
 def recipe(config: Config, **functions: Any) -> Recipe:
@@ -53,22 +47,11 @@ def test_frozen_layers_and_their_statistics_do_not_change() -> None:
     assert len(learner.variables) == 2
 
 
-@pytest.mark.parametrize(
-    ("pattern", "said"),
-    [("no-such", "'no-such' is found in none of: .*first"), (".", "nothing would be trained")],
-)
-def test_pattern_that_freezes_nothing_or_all_is_refused(pattern: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        build_learner(recipe(Config(freeze=pattern)))
-
-
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_precision_applies_to_layers_without_a_policy(precision: str) -> None:
     def own(config: Config) -> keras.Model:
-        layers = keras.layers
-        return keras.Sequential(
-            [keras.Input((4,)), layers.Dense(5), layers.Dense(3, dtype="float32")]
-        )
+        dense = keras.layers.Dense
+        return keras.Sequential([keras.Input((4,)), dense(5), dense(3, dtype="float32")])
 
     made = Recipe("here.py", Config(precision=precision), own)
     first, last = build_model(made).layers
@@ -86,50 +69,57 @@ def test_policy_that_a_config_file_sets_is_kept() -> None:
         keras.config.set_dtype_policy("float32")
 
 
-def test_smoothing_with_a_loss_of_the_config_file_is_refused() -> None:
-    def loss(labels: Any, outputs: Any) -> Any:
-        return outputs[:, 0]
-
-    build_learner(recipe(Config(), loss=loss))
-    with pytest.raises(ConfigError, match=r"label_smoothing=0.1 .* here.py defines another"):
-        build_learner(recipe(Config(label_smoothing=0.1), loss=loss))
+def own_loss(labels: Any, outputs: Any) -> Any:
+    return outputs[:, 0]
 
 
-def test_two_schedules_are_refused() -> None:
-    def own(config: Config) -> keras.Optimizer:
-        return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))
-
-    assert build_learner(recipe(Config(), build_optimizer=own)).learning_rate == pytest.approx(0.1)
-    config = Config(schedule=ScheduleConfig(warmup_steps=5))
-    with pytest.raises(ConfigError, match=r"has a schedule, and config.schedule is another"):
-        build_learner(recipe(config, build_optimizer=own))
+def with_schedule(config: Config) -> keras.Optimizer:
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))
 
 
-def test_exclusions_without_a_weight_decay_are_refused() -> None:
-    decay = WeightDecayConfig(exclude="bias")
-    build_learner(recipe(Config(optimizer="adamw", weight_decay=decay)))
-    with pytest.raises(ConfigError, match=r"weight_decay.exclude='bias' means nothing"):
-        build_learner(recipe(Config(optimizer="adam", weight_decay=decay)))
+WITHOUT_BIASES = WeightDecayConfig(exclude="bias")
 
 
-def check(config: Config, strategy: str) -> list[str]:
+def test_options_that_fit_the_recipe_are_used() -> None:
+    build_learner(recipe(Config(), loss=own_loss))
+    build_learner(recipe(Config(optimizer="adamw", weight_decay=WITHOUT_BIASES)))
+    learner = build_learner(recipe(Config(), build_optimizer=with_schedule))
+    assert learner.learning_rate == pytest.approx(0.1)
+
+
+def check(config: Config, strategy: str, **functions: Any) -> list[str]:
     """The notes of the learner after the checks."""
-    made = recipe(config)
+    made = recipe(config, **functions)
     learner = build_learner(made)
     check_for_strategy(learner, made, strategy=strategy, num_workers=2, read_dtype="float32")
     return learner.notes
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "functions", "said"),
     [
-        (Config(loss_scale=LossScaleConfig(8.0)), r"initial=8\.0.*precision=mixed_float16"),
-        (Config(complete_checkpoint_every=4), "complete_checkpoint_every=4.*no ShardedEmbedding"),
+        (Config(freeze="no-such"), {}, "'no-such' is found in none of: .*first"),
+        (Config(freeze="."), {}, "nothing would be trained"),
+        (Config(label_smoothing=0.1), {"loss": own_loss}, "label_smoothing=0.1 .* here.py defines"),
+        (
+            Config(schedule=ScheduleConfig(warmup_steps=5)),
+            {"build_optimizer": with_schedule},
+            "has a schedule, and config.schedule is another",
+        ),
+        (
+            Config(optimizer="adam", weight_decay=WITHOUT_BIASES),
+            {},
+            "weight_decay.exclude='bias' means nothing",
+        ),
+        (Config(loss_scale=LossScaleConfig(8.0)), {}, r"initial=8\.0.*precision=mixed_float16"),
+        (Config(complete_checkpoint_every=4), {}, "checkpoint_every=4.*no ShardedEmbedding"),
     ],
 )
-def test_option_that_the_model_has_no_use_for_is_refused(config: Config, said: str) -> None:
+def test_option_that_the_recipe_has_no_use_for_is_refused(
+    config: Config, functions: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        check(config, "mirrored")
+        check(config, "mirrored", **functions)
 
 
 def test_prefetching_that_has_no_effect_is_said() -> None:
@@ -140,3 +130,55 @@ def test_prefetching_that_has_no_effect_is_said() -> None:
     assert "prefetch_batches=3 has no effect under --strategy=ps" in note
     config.loss_scale, config.precision = LossScaleConfig(8.0), "mixed_float16"
     assert check(config, "mirrored") == []
+
+
+# A model and a loss that do not fit each other are noted, and a correct pair is not.
+
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy
+GENERALIZED = keras.losses.CategoricalGeneralizedCrossEntropy
+
+
+def notes(loss: Any, last: keras.Layer, *, is_compiled: bool = False) -> str:
+    def build_model(config: Config) -> keras.Model:
+        model = keras.Sequential([keras.Input((3,)), Dense(4, name="first"), last])
+        if is_compiled:
+            model.compile("adam", "mse")
+        return model
+
+    given = {} if loss is None else {"loss": loss}
+    return "\n".join(build_learner(Recipe("mine.py", Config(), build_model, **given)).notes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "last", "said"),
+    [
+        (None, Dense(4, "softmax"), "ends with softmax, but the default loss applies softmax too"),
+        (None, keras.layers.Softmax(), "softmax"),
+        (None, keras.Sequential([Dense(4, "softmax")]), "softmax"),
+        (CROSS_ENTROPY(from_logits=True), Dense(4, "softmax"), "from_logits=True) applies it too"),
+        ("sparse_categorical_crossentropy", Dense(4), "expects probabilities, but the last layer"),
+        (GENERALIZED(), Dense(4), "expects probabilities"),
+    ],
+)
+def test_last_layer_that_does_not_fit_the_loss_is_noted(
+    loss: Any, last: keras.Layer, said: str
+) -> None:
+    assert said in notes(loss, last)
+
+
+def test_compile_in_build_model_is_noted() -> None:
+    said = notes(None, Dense(4), is_compiled=True)
+    assert "model.compile(...) in build_model has no effect" in said
+
+
+@pytest.mark.parametrize(
+    ("loss", "last"),
+    [
+        (None, Dense(4)),
+        ("sparse_categorical_crossentropy", Dense(4, "softmax")),
+        (CROSS_ENTROPY(from_logits=True), Dense(4)),
+        ("mse", Dense(4)),
+    ],
+)
+def test_last_layer_that_fits_the_loss_is_not_noted(loss: Any, last: keras.Layer) -> None:
+    assert notes(loss, last) == ""

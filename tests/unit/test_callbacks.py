@@ -48,36 +48,29 @@ class Recorded(K.Callback):
 def run(
     toy: Toy, callbacks: Sequence[K.Callback], steps: int, *, evaluates: bool = True
 ) -> tuple[int, Callbacks]:
-    toy.start()
     evaluate = toy.evaluate(every_steps=EPOCH, last_step=steps) if evaluates else None
-    hook = Callbacks(
-        toy.executor,
-        toy.learner,
-        callbacks,
-        path="mine.py",
-        steps_per_epoch=EPOCH,
-        last_step=steps,
-        evaluate=evaluate,
-    )
+    times: Any = {"steps_per_epoch": EPOCH, "last_step": steps}
+    parts = toy.executor, toy.learner, callbacks
+    hook = Callbacks(*parts, path="mine.py", evaluate=evaluate, **times)
     hooks = [evaluate, hook] if evaluate else [hook]
     return train(toy.executor, toy.learner, hooks, steps=steps, steps_per_call=1000), hook
 
 
-def test_epochs_evaluations_and_the_end_are_told(split: Split, tmp_path: Path) -> None:
+def test_epochs_evaluations_and_the_end_are_told(toy: Toy) -> None:
     recorded, history = Recorded(), K.History()
-    assert run(Toy(split, tmp_path), [recorded, history], 2 * EPOCH + 3)[0] == 2 * EPOCH + 3
+    assert run(toy, [recorded, history], 2 * EPOCH + 3)[0] == 2 * EPOCH + 3
     epochs = [[("epoch", i), "test", ("end", i)] for i in range(3)]
     assert recorded.calls == ["begin", *itertools.chain(*epochs), "end"]
-    assert [sorted(logs) for logs in recorded.logs] == [
-        ["accuracy", "loss", "val_accuracy", "val_loss"]
-    ] * 3
+    names = {"accuracy", "loss", "val_accuracy", "val_loss"}
+    assert [logs.keys() for logs in recorded.logs] == [names] * 3
     assert history.history["loss"] == [logs["loss"] for logs in recorded.logs]
     assert recorded.logs[2]["loss"] < recorded.logs[0]["loss"]
 
 
 def test_epoch_that_was_overshot_ends_once(split: Split, tmp_path: Path) -> None:
-    recorded = Recorded()
-    step, _ = run(Toy(split, tmp_path, executor=Overshooting), [recorded], 3 * EPOCH)
+    recorded, toy = Recorded(), Toy(split, tmp_path, executor=Overshooting)
+    toy.start()
+    step, _ = run(toy, [recorded], 3 * EPOCH)
     assert step >= 3 * EPOCH
     begun = [call[1] for call in recorded.calls if call[0] == "epoch"]
     ended = [call[1] for call in recorded.calls if call[0] == "end"]
@@ -86,7 +79,7 @@ def test_epoch_that_was_overshot_ends_once(split: Split, tmp_path: Path) -> None
     assert ended[0] == 0
 
 
-def test_callback_for_batches_is_called_for_each(split: Split, tmp_path: Path) -> None:
+def test_callback_for_batches_is_called_for_each(toy: Toy) -> None:
     batches: list[int] = []
     losses: list[float] = []
 
@@ -94,16 +87,15 @@ def test_callback_for_batches_is_called_for_each(split: Split, tmp_path: Path) -
         batches.append(batch)
         losses.append(logs["loss"])
 
-    run(Toy(split, tmp_path), [K.LambdaCallback(on_train_batch_end=note)], EPOCH + 2)
+    run(toy, [K.LambdaCallback(on_train_batch_end=note)], EPOCH + 2)
     assert batches == [*range(EPOCH), 0, 1]
     assert len(set(losses)) == len(losses)
 
 
 def test_callback_for_epochs_does_not_make_calls_small(
-    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    toy = Toy(split, tmp_path)
     stock: Callable[[int], Any] = toy.executor.run
 
     def run_and_note(num_steps: int) -> Any:
@@ -118,18 +110,17 @@ def test_callback_for_epochs_does_not_make_calls_small(
     assert_same(kept.weights, toy.learner.model.weights)
 
 
-def test_wish_to_stop_completes_training(split: Split, tmp_path: Path) -> None:
+def test_wish_to_stop_completes_training(toy: Toy) -> None:
     class Stop(K.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.model.stop_training = epoch == 1
 
-    step, hook = run(Toy(split, tmp_path), [Stop()], 99 * EPOCH, evaluates=False)
+    step, hook = run(toy, [Stop()], 99 * EPOCH, evaluates=False)
     assert step == 2 * EPOCH
     assert "callback" in hook.done
 
 
-def test_rate_is_reduced_on_a_plateau_and_epochs_are_logged(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
+def test_rate_is_reduced_on_a_plateau_and_epochs_are_logged(toy: Toy, tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     plateau = K.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=1e9)
     run(toy, [plateau, K.CSVLogger(str(log))], 3 * EPOCH)
@@ -171,7 +162,9 @@ def test_other_tasks_take_over_the_chiefs_rate_and_stop(
 ) -> None:
     """Two tasks in turn: what the chief gives to `gathered` is what the other task gets."""
     given: list[int] = []
-    chief = Toy(split, tmp_path / "chief")
+    chief, other = (Toy(split, tmp_path / name) for name in ("chief", "other"))
+    chief.start()
+    other.start()
 
     def gathered(number: int) -> list[int]:
         given.append(number)
@@ -182,7 +175,6 @@ def test_other_tasks_take_over_the_chiefs_rate_and_stop(
     stop = K.EarlyStopping("val_accuracy", patience=1, min_delta=1.0)
     step, _ = run(chief, [halve, stop], 9 * EPOCH)
     assert stop.monitor_op is keras.ops.greater
-    other = Toy(split, tmp_path / "other")
     other.executor.is_chief = False
     answers = iter(given)
     monkeypatch.setattr(other.executor, "gathered", lambda n: [next(answers), n])
@@ -203,19 +195,18 @@ def test_other_tasks_take_over_the_chiefs_rate_and_stop(
     ],
 )
 def test_metric_that_does_not_exist_is_refused_before_training(
-    split: Split, tmp_path: Path, callback: K.Callback, evaluates: bool
+    callback: K.Callback, evaluates: bool, toy: Toy
 ) -> None:
-    toy = Toy(split, tmp_path)
     with pytest.raises(ConfigError, match=r"there is no such metric. Known: loss, accuracy"):
         run(toy, [callback], EPOCH, evaluates=evaluates)
     assert toy.step == 0
 
 
-def test_error_of_a_callback_names_its_line(split: Split, tmp_path: Path) -> None:
+def test_error_of_a_callback_names_its_line(toy: Toy) -> None:
     class Wrong(K.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             print(logs["f1"])
 
     said = r"(?s)on_epoch_end of Wrong.*KeyError: 'f1'.*test_callbacks.py, line \d+.*logs\[\"f1\"\]"
     with pytest.raises(ConfigError, match=said):
-        run(Toy(split, tmp_path), [Wrong()], EPOCH)
+        run(toy, [Wrong()], EPOCH)

@@ -29,9 +29,8 @@ def test_examples_do_not_depend_on_how_they_are_divided() -> None:
 def test_frequencies_are_those_of_zipf() -> None:
     clicks = Clicks(seed=0, scale=0.001)
     ids = np.concatenate([clicks._examples(low, low + 4096)[1] for low in range(0, 81920, 4096)])
-    for column, size in enumerate(clicks.cardinalities):
-        assert ids[:, column].min() == 0
-        assert ids[:, column].max() < size
+    assert (ids.min(axis=0) == 0).all()
+    assert (ids.max(axis=0) < clicks.cardinalities).all()
     largest = int(np.argmax(clicks.cardinalities))
     counts = np.bincount(ids[:, largest])
     # The id of rank 20 is 10 ** 1.05 times as frequent as the id of rank 200.
@@ -56,19 +55,17 @@ def test_auc_counts_equal_scores_as_half() -> None:
 
 
 def test_a_data_set_has_the_features_and_its_numbers(tmp_path: Path) -> None:
-    prepare(
-        "clicks", str(tmp_path), options=Options(num_clicks=300, id_scale=0.01, test_fraction=0.5)
-    )
+    options = Options(num_clicks=300, id_scale=0.01, test_fraction=0.5)
+    prepare("clicks", str(tmp_path), options=options)
     known = json.loads((tmp_path / "clicks.json").read_text())
     assert known["cardinalities"][2] == 101_313
     assert len(known["cardinalities"]) == len(CARDINALITIES)
     assert 0.7 < known["best_auc"] < 0.95
     features = read_features(str(tmp_path))
-    assert features["numbers"].shape == (13,)
-    assert features["categorical"].shape == (26,)
+    assert (features["numbers"].shape, features["categorical"].shape) == ((13,), (26,))
     assert features["click"].num_classes == 2
-    assert open_split(str(tmp_path), "train").num_examples == 300
-    assert open_split(str(tmp_path), "test").num_examples == 150
+    sizes = [open_split(str(tmp_path), split).num_examples for split in ("train", "test")]
+    assert sizes == [300, 150]
     prepare("clicks", str(tmp_path), options=Options(num_clicks=10), overwrite=True)
     assert open_split(str(tmp_path), "train").num_examples == 10
 

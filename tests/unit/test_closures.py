@@ -124,14 +124,10 @@ def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function(
 
 
 def test_graph_is_unrolled_only_if_one_step_was_traced_fast() -> None:
-    assert pays_unrolling(16, 0.3)
-    # EfficientNetV2B0: 16 copies would take minutes.
-    assert not pays_unrolling(16, 10.0)
-    assert not pays_unrolling(4, 10.0)
-    assert pays_unrolling(4, 4.0)
-    # The loop is traced first.
-    assert not pays_unrolling(16, 0.0)
-    assert not pays_unrolling(1, 0.3)
+    assert [pays_unrolling(*fast) for fast in ((16, 0.3), (4, 4.0))] == [True, True]
+    # 16 copies of EfficientNetV2B0 would take minutes. Without a time, the loop is traced first.
+    for num_steps, secs in ((16, 10.0), (4, 10.0), (16, 0.0), (1, 0.3)):
+        assert not pays_unrolling(num_steps, secs)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from strategies.cluster.sources.clouds import with_resource_config
 from strategies.cluster.sources.finding import SCHEDULERS, find
 from strategies.cluster.sources.hosts import from_hosts, here
 from strategies.cluster.sources.slurm import expand
-from strategies.cluster.tf_config import ClusterError, Task
+from strategies.cluster.tf_config import ClusterError
 from tests.commands import run_python
 from trainer import flags
 
@@ -59,119 +58,85 @@ RESOURCE_CONFIG = {
 }
 
 
-def of_job(job: str, host: str) -> dict[str, str]:
-    """The pod `host` of another job of the JobSet."""
-    return JOBSET | {"REPLICATED_JOB_NAME": job, "HOSTNAME": host}
-
-
 P = first_port("200505.0")
 Q = first_port(SKYPILOT["SKYPILOT_TASK_ID"])
 
 
-def read(
-    source: str, environment: Mapping[str, str], wanted: Wanted = MULTIWORKER
-) -> tuple[dict[str, list[str]], str]:
-    """The addresses by job, and this task."""
-    found = find(source, environment, wanted)
+def slurm(**changes: str) -> dict[str, str]:
+    """SLURM with these variables changed."""
+    return SLURM | {f"SLURM_{name}": value for name, value in changes.items()}
+
+
+def of_job(job: str, host: str, index: str = "1") -> dict[str, str]:
+    """The pod `host` of another job of the JobSet."""
+    return JOBSET | {"REPLICATED_JOB_NAME": job, "HOSTNAME": host, "JOB_COMPLETION_INDEX": index}
+
+
+def workers(num_workers: int) -> Wanted:
+    return Wanted("multiworker", num_workers=num_workers)
+
+
+def ps(num_ps: int, num_workers: int | None = None, port: int | None = None) -> Wanted:
+    return Wanted("ps", num_ps=num_ps, num_workers=num_workers, port=port)
+
+
+def shown(found: Found | None) -> str:
+    """The task and the addresses of each job: "worker 1 of worker a:2222 b:2222, ps c:2222"."""
     assert found is not None
-    jobs = {job: list(listed.values()) for job, listed in found.cluster.jobs.items()}
-    return jobs, str(found.cluster.task)
+    jobs = found.cluster.jobs.items()
+    listed = (" ".join([job, *addresses.values()]) for job, addresses in jobs)
+    return f"{found.cluster.task} of {', '.join(listed)}"
 
 
-def case(
-    source: str,
-    environment: dict[str, str],
-    task: str,
-    worker: list[str],
-    ps: list[str] | None = None,
-    wanted: Wanted = MULTIWORKER,
-) -> Any:
-    jobs = {"worker": worker} | ({"ps": ps} if ps else {})
-    return pytest.param(source, environment, wanted, jobs, task, id=f"{source}, {wanted}")
-
-
+SLURM_TASKS = f"gnode10:{P} gnode10:{P + 1} gnode20:{P} gnode20:{P + 1} gnode25:{P}"
+LAST_OF_SLURM = slurm(PROCID="4", NODEID="2", LOCALID="0")
+SLURM_WORKERS = "gnode10:2222 gnode10:2223 gnode20:2222 gnode20:2223"
+PODS = "train-7-0.train-7:2222 train-7-1.train-7:2222"
+JOB_WORKERS = "train-worker-0-0.train:3 train-worker-0-1.train:3"
+NODES = "train-node-0-0.train:2222 train-node-0-1.train:2222"
+IPV6 = {"SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "SKYPILOT_NODE_RANK": "0"}
 CASES = [
-    case(
-        "slurm",
-        SLURM,
-        "worker 3",
-        [f"gnode{node}:{P + more}" for node in (10, 20) for more in (0, 1)] + [f"gnode25:{P}"],
-    ),
-    case(
-        "slurm",
-        SLURM | {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"},
-        "ps 0",
-        ["gnode10:2222", "gnode10:2223", "gnode20:2222", "gnode20:2223"],
-        ["gnode25:2222"],
-        Wanted("ps", num_ps=1, port=2222),
-    ),
-    case(
-        "indexed_job",
-        INDEXED_JOB,
-        "worker 2",
-        [f"train-7-{i}.train-7:2222" for i in range(3)],
-        wanted=Wanted("multiworker", num_workers=3),
-    ),
-    case(
-        "indexed_job",
-        INDEXED_JOB,
-        "ps 0",
-        [f"train-7-{i}.train-7:2222" for i in range(2)],
-        ["train-7-2.train-7:2222"],
-        Wanted("ps", num_ps=1, num_workers=2),
-    ),
-    case(
+    ("slurm", SLURM, MULTIWORKER, f"worker 3 of worker {SLURM_TASKS}"),
+    ("slurm", LAST_OF_SLURM, ps(1, port=2222), f"ps 0 of worker {SLURM_WORKERS}, ps gnode25:2222"),
+    ("indexed_job", INDEXED_JOB, workers(3), f"worker 2 of worker {PODS} train-7-2.train-7:2222"),
+    ("indexed_job", INDEXED_JOB, ps(1, 2), f"ps 0 of worker {PODS}, ps train-7-2.train-7:2222"),
+    (
         "jobset",
         JOBSET,
-        "worker 1",
-        [f"train-worker-0-{i}.train:3333" for i in range(2)],
-        ["train-ps-0-0.train:3333"],
-        Wanted("ps", num_ps=1, num_workers=2, port=3333),
+        ps(1, 2, port=3),
+        f"worker 1 of worker {JOB_WORKERS}, ps train-ps-0-0.train:3",
     ),
-    case(
+    (
         "jobset",
-        {**of_job("ps", "train-ps-0-0"), "JOB_COMPLETION_INDEX": "0"},
-        "ps 0",
-        ["train-worker-0-0.train:2222"],
-        ["train-ps-0-0.train:2222"],
-        Wanted("ps", num_ps=1, num_workers=1),
+        of_job("ps", "train-ps-0-0", index="0"),
+        ps(1, 1),
+        "ps 0 of worker train-worker-0-0.train:2222, ps train-ps-0-0.train:2222",
     ),
-    case(  # The job of a Kubeflow TrainJob is called `node`.
-        "jobset",
-        of_job("node", "train-node-0-1"),
-        "worker 1",
-        [f"train-node-0-{i}.train:2222" for i in range(2)],
-        wanted=Wanted("multiworker", num_workers=2),
-    ),
-    case("skypilot", SKYPILOT, "worker 1", [f"10.0.0.{node}:{Q}" for node in (4, 5, 9)]),
-    case(
+    # The job of a Kubeflow TrainJob is called `node`.
+    ("jobset", of_job("node", "train-node-0-1"), workers(2), f"worker 1 of worker {NODES}"),
+    (
         "skypilot",
-        {"SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "SKYPILOT_NODE_RANK": "0"},
-        "worker 0",
-        ["[fd00::1]:2222", "[fd00::2]:2222"],
+        SKYPILOT,
+        MULTIWORKER,
+        f"worker 1 of worker 10.0.0.4:{Q} 10.0.0.5:{Q} 10.0.0.9:{Q}",
     ),
-    case("sagemaker", SAGEMAKER, "worker 1", ["algo-1:2222", "algo-2:2222"]),
-    case(  # Without SageMaker's toolkit.
-        "sagemaker",
-        RESOURCE_CONFIG,
-        "ps 0",
-        ["algo-1:2222"],
-        ["algo-2:2222"],
-        Wanted("ps", num_ps=1),
-    ),
+    ("skypilot", IPV6, MULTIWORKER, "worker 0 of worker [fd00::1]:2222 [fd00::2]:2222"),
+    ("sagemaker", SAGEMAKER, MULTIWORKER, "worker 1 of worker algo-1:2222 algo-2:2222"),
+    # Without SageMaker's toolkit.
+    ("sagemaker", RESOURCE_CONFIG, ps(1), "ps 0 of worker algo-1:2222, ps algo-2:2222"),
 ]
 
 
-@pytest.mark.parametrize(("source", "environment", "wanted", "jobs", "task"), CASES)
+@pytest.mark.parametrize(("source", "environment", "wanted", "cluster"), CASES)
 def test_environment_of_a_scheduler_describes_the_cluster_and_this_task(
-    source: str, environment: dict[str, str], wanted: Wanted, jobs: dict[str, list[str]], task: str
+    source: str, environment: dict[str, str], wanted: Wanted, cluster: str
 ) -> None:
-    assert read(source, environment, wanted) == (jobs, task)
-    assert read("auto", {**environment, "PATH": "/bin"}, wanted) == (jobs, task)
+    assert shown(find(source, environment, wanted)) == cluster
+    assert shown(find("auto", {**environment, "PATH": "/bin"}, wanted)) == cluster
 
 
 def test_all_sources_are_tested_and_are_choices_of_the_flag() -> None:
-    assert {case.values[0] for case in CASES} == set(SCHEDULERS)
+    assert {source for source, *_ in CASES} == set(SCHEDULERS)
     assert tuple(SCHEDULERS) == flags.SCHEDULERS
 
 
@@ -180,120 +145,83 @@ def assert_says(error: ClusterError, said: str) -> None:
     assert re.search(".*".join(map(re.escape, said.split(" ... "))), str(error)), error
 
 
-def without(environment: dict[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in names}
+def without(environment: dict[str, str], part: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if part not in name}
 
 
-def fault(
-    source: str, environment: dict[str, str], said: str, wanted: Wanted = MULTIWORKER
-) -> object:
-    return pytest.param(source, environment, wanted, said, id=f"{source}: {said}")
+NO_JSON = SAGEMAKER | {"SM_HOSTS": "algo-1,algo-2"}
+UNKNOWN_HOST = SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}
+ON_HOST_NETWORK = INDEXED_JOB | {"HOSTNAME": "ip-10-0-0-4"}
+SECOND_REPLICA = JOBSET | {"HOSTNAME": "train-worker-3-1"}
 
 
 @pytest.mark.parametrize(
-    ("source", "environment", "wanted", "said"),
+    ("source", "environment", "said", "wanted"),
     [
-        fault(  # In the batch script.
-            "auto",
-            without(SLURM, *(name for name in SLURM if "STEP" in name)),
-            "job 200505 ... in no step ... Put `srun` before the command",
-        ),
-        fault("slurm", without(SLURM, "SLURM_PROCID"), "no SLURM_PROCID ... --cluster=local"),
-        fault("slurm", SLURM | {"SLURM_PROCID": "5"}, "PROCID is 5, but there are 5 task(s)"),
-        fault("slurm", SLURM | {"SLURM_PROCID": "-1"}, "SLURM_PROCID is '-1', not a number"),
-        fault(
+        # In the batch script.
+        ("auto", without(SLURM, "STEP"), "job 200505 ... in no step ... Put `srun` before", None),
+        ("slurm", without(SLURM, "PROCID"), "no SLURM_PROCID ... --cluster=local", None),
+        ("slurm", slurm(PROCID="5"), "PROCID is 5, but there are 5 task(s)", None),
+        ("slurm", slurm(PROCID="-1"), "SLURM_PROCID is '-1', not a number", None),
+        (
             "slurm",
-            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,3"},
+            slurm(STEP_TASKS_PER_NODE="2,3"),
             "3 node(s) in 'gnode[10,20,25]' ... 2 node(s) in '2,3' ... 5 task(s)",
+            None,
         ),
-        fault(
+        ("slurm", slurm(STEP_TASKS_PER_NODE="2(y2)"), "PER_NODE is '2(y2)' ... 2(x3),1", None),
+        (  # A cyclic distribution.
             "slurm",
-            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(y2)"},
-            "SLURM_STEP_TASKS_PER_NODE is '2(y2)' ... 2(x3),1",
-        ),
-        fault(  # A cyclic distribution.
-            "slurm",
-            SLURM | {"SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
+            slurm(NODEID="0"),
             "task 3 is task 1 of node 0 ... srun --distribution=block",
+            None,
         ),
-        fault("slurm", SLURM | {"SLURM_HET_SIZE": "2"}, "heterogeneous ... SLURM_HET_SIZE=2"),
-        fault("slurm", {}, "no SLURM_JOB_ID ... TF_CONFIG"),
-        fault("slurm", SLURM, "--ps=5 ... 5 task(s) ... srun --ntasks=N", Wanted("ps", num_ps=5)),
-        fault(
-            "auto", INDEXED_JOB, "does not know how many pods ... --workers=N ... spec.completions"
-        ),
-        fault(
+        ("slurm", slurm(HET_SIZE="2"), "heterogeneous ... SLURM_HET_SIZE=2", None),
+        ("slurm", {}, "no SLURM_JOB_ID ... TF_CONFIG", None),
+        ("slurm", SLURM, "--ps=5 ... 5 task(s) ... srun --ntasks=N", ps(5)),
+        ("auto", INDEXED_JOB, "not know how many pods ... --workers=N ... spec.completions", None),
+        ("indexed_job", INDEXED_JOB, "this is pod 2 ... 2 pod(s) ... --workers", workers(2)),
+        (
             "indexed_job",
-            INDEXED_JOB,
-            "this is pod 2 ... 2 pod(s) ... --workers",
-            Wanted("multiworker", num_workers=2),
-        ),
-        fault(
-            "indexed_job",
-            INDEXED_JOB | {"HOSTNAME": "ip-10-0-0-4"},
+            ON_HOST_NETWORK,
             "JOB_COMPLETION_INDEX is 2 ... 'ip-10-0-0-4' ... hostNetwork",
-            Wanted("multiworker", num_workers=3),
+            workers(3),
         ),
-        fault("jobset", without(JOBSET, "REPLICATED_JOB_NAME"), "no REPLICATED_JOB_NAME"),
-        fault(  # Several replicas of the job.
-            "jobset",
-            JOBSET | {"HOSTNAME": "train-worker-3-1"},
-            "'train-worker-3-1' ... train-worker-0-1 ... replicas: 1",
-            Wanted("multiworker", num_workers=3),
-        ),
-        fault(
-            "jobset",
-            JOBSET,
-            "pod 1 of job worker ... 1 pod(s) of job worker",
-            Wanted("ps", num_ps=1, num_workers=1),
-        ),
-        fault(
-            "skypilot",
-            SKYPILOT | {"SKYPILOT_NODE_RANK": "3"},
-            "3 address(es) ... SKYPILOT_NODE_RANK is 3",
-        ),
-        fault(
-            "skypilot",
-            SKYPILOT | {"SKYPILOT_NUM_NODES": "4"},
-            "3 address(es) ... SKYPILOT_NUM_NODES is 4",
-        ),
-        fault(
-            "sagemaker",
-            SAGEMAKER | {"SM_HOSTS": "algo-1,algo-2"},
-            "SM_HOSTS is not JSON ... 'algo-1,algo-2'",
-        ),
-        fault("sagemaker", SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}, "'algo-3' ... algo-1"),
-        fault("sagemaker", {"SM_RESOURCE_CONFIG": "{}"}, "its hosts are None"),
-        fault(
-            "auto", SLURM | SKYPILOT, "Slurm and SkyPilot ... --cluster=slurm or --cluster=skypilot"
-        ),
+        ("jobset", without(JOBSET, "REPLICATED_JOB"), "no REPLICATED_JOB_NAME", None),
+        ("jobset", SECOND_REPLICA, "worker-3-1' ... worker-0-1 ... replicas: 1", workers(3)),
+        ("jobset", JOBSET, "pod 1 of job worker ... 1 pod(s) of job worker", ps(1, 1)),
+        ("skypilot", SKYPILOT | {"SKYPILOT_NODE_RANK": "3"}, "3 address(es) ... RANK is 3", None),
+        ("skypilot", SKYPILOT | {"SKYPILOT_NUM_NODES": "4"}, "3 address(es) ... NODES is 4", None),
+        ("sagemaker", NO_JSON, "SM_HOSTS is not JSON ... 'algo-1,algo-2'", None),
+        ("sagemaker", UNKNOWN_HOST, "'algo-3' ... algo-1", None),
+        ("sagemaker", {"SM_RESOURCE_CONFIG": "{}"}, "its hosts are None", None),
+        ("auto", SLURM | SKYPILOT, "Slurm and SkyPilot ... =slurm or --cluster=skypilot", None),
     ],
 )
 def test_incomplete_or_contradictory_environment_is_explained(
-    source: str, environment: dict[str, str], wanted: Wanted, said: str
+    source: str, environment: dict[str, str], said: str, wanted: Wanted | None
 ) -> None:
     with pytest.raises(ClusterError) as caught:
-        find(source, environment, wanted)
+        find(source, environment, wanted or MULTIWORKER)
     assert_says(caught.value, said)
+
+
+ONE_TASK = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}
+ONE_HOST_OF_SAGEMAKER = {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}
+ONE_NODE_OF_SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NODE_RANK": "0"}
 
 
 @pytest.mark.parametrize(
     "environment",
-    [
-        {},
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"},
-        {"SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NODE_RANK": "0"},
-        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
-    ],
+    [{}, slurm(STEP_NUM_TASKS="1"), ONE_TASK, ONE_NODE_OF_SKYPILOT, ONE_HOST_OF_SAGEMAKER],
 )
 def test_auto_leaves_a_single_task_to_a_cluster_on_its_machine(environment: dict[str, str]) -> None:
     assert find("auto", environment, MULTIWORKER) is None
 
 
 def test_single_task_is_a_cluster_where_the_source_is_named() -> None:
-    jobs, _ = read("sagemaker", {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"})
-    assert jobs == {"worker": ["algo-1:2222"]}
+    found = find("sagemaker", ONE_HOST_OF_SAGEMAKER, MULTIWORKER)
+    assert shown(found) == "worker 0 of worker algo-1:2222"
 
 
 def test_file_of_sagemaker_is_read_where_its_variables_are_missing(tmp_path: Path) -> None:
@@ -373,47 +301,37 @@ def test_any_node_list_is_expanded_or_explained(nodes: str) -> None:
 # --hosts
 
 
-def hosts(
-    text: str, own: set[str], wanted: Wanted = MULTIWORKER, task: tuple[str, int] | None = None
-) -> Found:
-    return from_hosts(text, wanted, task, own.__contains__)
+def hosts(text: str, own: str, wanted: Wanted = MULTIWORKER, task: Any = None) -> str:
+    return shown(from_hosts(text, wanted, task, [own, "10.0.0.2"].__contains__))
 
 
-def test_host_finds_its_own_place_in_the_list() -> None:
-    cluster = hosts("a, b,c,", {"b", "10.0.0.2"}).cluster
-    assert cluster.jobs == {"worker": {0: "a:2222", 1: "b:2222", 2: "c:2222"}}
-    assert cluster.task == Task("worker", 1)
+def test_host_finds_its_own_place_in_a_list_of_names_or_addresses() -> None:
+    assert hosts("a, b,c,", "b") == "worker 1 of worker a:2222 b:2222 c:2222"
+    assert hosts("a:1,b:2", "a") == "worker 0 of worker a:1 b:2"
+    assert hosts("fd0::1,fd0::2", "fd0::2") == "worker 1 of worker [fd0::1]:2222 [fd0::2]:2222"
+    assert hosts("[fd0::1]:7,[fd0::2]:8", "fd0::2") == "worker 1 of worker [fd0::1]:7 [fd0::2]:8"
 
 
 def test_last_hosts_are_parameter_servers_and_a_host_may_have_several_tasks() -> None:
-    wanted = Wanted("ps", num_ps=1, port=4000)
-    assert hosts("a,b,a", {"b"}, wanted).cluster.jobs == {
-        "worker": {0: "a:4000", 1: "b:4000"},
-        "ps": {0: "a:4001"},
-    }
-    assert hosts("a,b,a", {"a"}, wanted, ("ps", 0)).cluster.task == Task("ps", 0)
-    assert hosts("a,b,a", {"a"}, wanted, ("worker", 0)).cluster.task == Task("worker", 0)
-
-
-def test_addresses_may_have_ports_and_ipv6() -> None:
-    assert hosts("a:1,b:2", {"a"}).cluster.jobs == {"worker": {0: "a:1", 1: "b:2"}}
-    assert hosts("fd00::1,fd00::2", {"fd00::2"}).cluster.address == "[fd00::2]:2222"
-    assert hosts("[fd00::1]:7,[fd00::2]:8", {"fd00::2"}).cluster.address == "[fd00::2]:8"
+    wanted, jobs = ps(1, port=4000), "worker a:4000 b:4000, ps a:4001"
+    assert hosts("a,b,a", "b", wanted) == f"worker 1 of {jobs}"
+    assert hosts("a,b,a", "a", wanted, ("ps", 0)) == f"ps 0 of {jobs}"
+    assert hosts("a,b,a", "a", wanted, ("worker", 0)) == f"worker 0 of {jobs}"
 
 
 @pytest.mark.parametrize(
     ("text", "own", "said"),
     [
-        ("a,b", set[str](), "None of the hosts ... --hosts=a,b is this machine ... its name"),
-        ("a,b,a", {"a"}, "2 tasks: worker 0, worker 2 ... --job_name=worker --task_index=0"),
-        ("a,,b", {"a"}, "an empty name ... --hosts=a,b,c"),
-        ("a:1,b", {"a"}, "a port for some hosts only ... --port=N"),
-        ("a:1,a:1", {"b"}, "None of the hosts"),
-        ("a:1,b:1,a:1", {"b"}, "a:1 is the address of both"),
-        ("a/b,c", {"c"}, "host:port"),
+        ("a,b", "none", "None of the hosts ... --hosts=a,b is this machine ... its name"),
+        ("a,b,a", "a", "2 tasks: worker 0, worker 2 ... --job_name=worker --task_index=0"),
+        ("a,,b", "a", "an empty name ... --hosts=a,b,c"),
+        ("a:1,b", "a", "a port for some hosts only ... --port=N"),
+        ("a:1,a:1", "b", "None of the hosts"),
+        ("a:1,b:1,a:1", "b", "a:1 is the address of both"),
+        ("a/b,c", "c", "host:port"),
     ],
 )
-def test_mistake_in_the_list_of_hosts_is_explained(text: str, own: set[str], said: str) -> None:
+def test_mistake_in_the_list_of_hosts_is_explained(text: str, own: str, said: str) -> None:
     with pytest.raises(ClusterError) as caught:
         hosts(text, own)
     assert_says(caught.value, said)

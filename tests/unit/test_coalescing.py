@@ -64,24 +64,15 @@ def test_variables_are_rounded_on_their_way_but_not_tables_or_statistics() -> No
         assert of_kernel.dtype == of_large.dtype == tf.float32
 
 
-def make_learner(micro_batches: int = 1, decay: float = 0.0) -> Learner:
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input(LARGE[:1]),
-            layers.Dense(LARGE[1]),
-            layers.BatchNormalization(),
-            layers.Dense(3),
-        ]
-    )
-    return Learner(
-        model,
-        keras.optimizers.SGD(0.1),
-        sparse_categorical_crossentropy,
-        {},
-        batch_size=8,
-        options=Options(micro_batches=micro_batches, ema=EmaConfig(decay=decay)),
-    )
+def learner_of(model: keras.Model, batch_size: int, **options: Any) -> Learner:
+    loss, sgd = sparse_categorical_crossentropy, keras.optimizers.SGD(0.1)
+    return Learner(model, sgd, loss, {}, batch_size=batch_size, options=Options(**options))
+
+
+def make_learner(**options: Any) -> Learner:
+    norm, dense = keras.layers.BatchNormalization(), keras.layers.Dense
+    model = keras.Sequential([keras.Input(LARGE[:1]), dense(LARGE[1]), norm, dense(3)])
+    return learner_of(model, 8, **options)
 
 
 def batch() -> tuple[tf.Tensor, tf.Tensor]:
@@ -95,7 +86,7 @@ def test_gradients_at_values_equal_those_at_the_variables(micro_batches: int) ->
     found = []
     for is_given in (False, True):
         keras.utils.set_random_seed(0)
-        learner = make_learner(micro_batches)
+        learner = make_learner(micro_batches=micro_batches)
         if is_given:
             device = learner.step.device
             (_,), values = read_together(learner.gradient_inputs, [tf.constant(1)], device)
@@ -108,7 +99,7 @@ def test_gradients_at_values_equal_those_at_the_variables(micro_batches: int) ->
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 def test_evaluation_at_values_reads_no_variable(decay: float) -> None:
-    learner = make_learner(decay=decay)
+    learner = make_learner(ema=EmaConfig(decay=decay))
     for variable in learner.evaluation_inputs:
         if variable.dtype.is_floating:
             variable.assign(np.random.default_rng(1).uniform(0.1, 1, variable.shape))
@@ -158,9 +149,8 @@ def test_learner_of_a_config_file_reads_its_own_variables_and_is_converted_by_au
     def compute() -> Any:
         weighted = (*batch(), tf.ones([8]))
         evaluated = compute_metrics([], learner, strategy, weighted)
-        return *compute_gradients(
-            [], tf.constant(0), learner, strategy, batch(), "float32"
-        ), evaluated
+        parts: Any = [], tf.constant(0), learner, strategy, batch(), "float32"
+        return *compute_gradients(*parts), evaluated
 
     _, totals, evaluated = compute()
     assert totals[1] == evaluated[1] == 8
@@ -174,22 +164,17 @@ def test_rows_are_gathered_on_the_device_of_a_table_that_is_larger(
     """A kernel of any size is multiplied on the device of the batch."""
     replicas(2)
     here, there = tf.config.list_logical_devices("CPU")[:2]
-    is_less = num_rows > 65_536
-    layers = keras.layers
     with tf.device(there.name):
-        model = keras.Sequential(
-            [keras.Input([32_768]), layers.Embedding(num_rows, 4), layers.Flatten()]
-        )
-        model.add(layers.Dense(3))
-        learner = Learner(
-            model, keras.optimizers.SGD(0.1), sparse_categorical_crossentropy, {}, batch_size=2
-        )
+        rows, flatten = keras.layers.Embedding(num_rows, 4), keras.layers.Flatten()
+        model = keras.Sequential([keras.Input([32_768]), rows, flatten, keras.layers.Dense(3)])
+        learner = learner_of(model, 2)
     one = tf.distribute.OneDeviceStrategy(here.name)
     labels, weights = tf.constant([0, 1]), tf.ones([2])
     inputs = tf.reshape(tf.range(65_536.0), [2, 32_768])
     graphs = []
 
     def compute_all(values: Any, step: Any) -> Any:
+        step = tf.identity(step)
         graphs.append(step.graph)
         evaluated = compute_metrics(values, learner, one, (inputs, labels, weights))
         gradients, totals = compute_gradients(
@@ -197,28 +182,22 @@ def test_rows_are_gathered_on_the_device_of_a_table_that_is_larger(
         )
         return gradients[0].indices, totals, evaluated
 
+    def nothing() -> Any:
+        return tf.zeros([65_536], tf.int32), *[tf.zeros([1, 2], tf.float64)] * 2
+
     @tf.function(autograph=False)
     def compute() -> Any:
-        device = learner.step.device
-        (step,), values = read_together(
-            learner.gradient_inputs, [learner.step.read_value()], device
-        )
-        if not in_branch:
-            return compute_all(values, tf.identity(step))
-
-        def branch() -> Any:
-            return compute_all(values, tf.identity(step))
-
-        def nothing() -> Any:
-            return tf.zeros([65_536], tf.int32), *[tf.zeros([1, 2], tf.float64)] * 2
-
-        return tf.cond(step >= 0, branch, nothing)
+        metadata = [learner.step.read_value()]
+        (step,), values = read_together(learner.gradient_inputs, metadata, learner.step.device)
+        if in_branch:
+            return tf.cond(step >= 0, lambda: compute_all(values, step), nothing)
+        return compute_all(values, step)
 
     indices, totals, evaluated = compute()
-    ops = graphs[0].get_operations()
-    for kind, is_there in (("GatherV2", is_less), ("MatMul", False)):
-        found = [tf.DeviceSpec.from_string(op.device) for op in ops if op.type == kind]
-        assert {device.device_index for device in found} == {int(is_there)}
+    for kind, is_there in (("GatherV2", num_rows > 65_536), ("MatMul", False)):
+        ops = [op for op in graphs[0].get_operations() if op.type == kind]
+        devices = {tf.DeviceSpec.from_string(op.device).device_index for op in ops}
+        assert devices == {int(is_there)}
     np.testing.assert_array_equal(indices, np.arange(65_536))
     np.testing.assert_allclose(evaluated, totals, rtol=1e-6)
 

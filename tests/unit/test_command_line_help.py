@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,30 +121,18 @@ def test_zsh_gets_the_same_script(script: str) -> None:
 def test_name_of_a_run_says_what_was_changed() -> None:
     config = load_recipe("digits").config
     assert changes(load_recipe("digits", config)) == []
-    changed = dataclasses.replace(
-        config,
-        batch_size=128,
-        learning_rate=1e-5,
-        train_steps=7,
-        data_dir="/x",
-        log_every_steps=3,
-        optimizer="sgd",
-    )
-    recipe = load_recipe("digits", changed)
+    fields: Any = {"batch_size": 128, "learning_rate": 1e-5, "optimizer": "sgd"}
+    others: Any = {"train_steps": 7, "data_dir": "/x", "log_every_steps": 3}
+    recipe = load_recipe("digits", dataclasses.replace(config, **fields, **others))
     assert changes(recipe) == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]
     assert {"data_dir", "log_every_steps", "optimizer"} < set(overridden_fields(recipe))
 
 
 def test_value_in_the_name_of_a_run_is_complete_or_left_out() -> None:
     config = load_recipe("digits").config
-    schedule = dataclasses.replace(config.schedule, warmup_steps=100)
-    changed = dataclasses.replace(
-        config,
-        learning_rate=0.12345678,
-        freeze="block_1|block_2|block_3|block_4|block_5",
-        schedule=schedule,
-    )
-    words = changes(load_recipe("digits", changed))
+    config = dataclasses.replace(config, learning_rate=0.12345678, freeze="block_1|" * 5)
+    config.schedule = dataclasses.replace(config.schedule, warmup_steps=100)
+    words = changes(load_recipe("digits", config))
     assert words == ["learning_rate=0.12345678", "freeze", "schedule.warmup_steps=100"]
 
 

@@ -60,12 +60,8 @@ def run_with(patch: str, *argv: str, is_launched: bool = False, **env: str) -> l
 def test_launcher_gets_the_time_after_which_a_task_is_considered_stalled(tmp_path: Path) -> None:
     words = run_with(
         HANDED_TO_LAUNCHER,
-        "--strategy=multiworker",
-        "--workers=2",
-        "--isolate=off",
-        f"--model_dir={tmp_path}",
-        "--stall_timeout_secs=41",
-        "--grace_secs=17",
+        *("--strategy=multiworker", "--workers=2", "--isolate=off", f"--model_dir={tmp_path}"),
+        *("--stall_timeout_secs=41", "--grace_secs=17"),
     )
     assert words[:2] == ["41.0", "17.0"]
     assert "--stall_timeout_secs=41" in words, "the tasks are told, too"

@@ -157,8 +157,6 @@ def test_reports_that_only_one_run_has_are_counted(tmp_path: Path) -> None:
 
 
 def test_first_different_report_is_found(tmp_path: Path) -> None:
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "b")
     nan = {**LINES[2], "loss": None}  # Of the run.
     found = compared(tmp_path, LINES, [*LINES[:2], nan, *LINES[3:]])
     assert found.variables is None

@@ -33,10 +33,6 @@ MODEL = """
         return keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x)))
 """
 ATTENTION = "x = layers.MultiHeadAttention(2, 4)(x, x)"
-TABLE = (
-    "from trainer.embeddings import ShardedEmbedding; "
-    "x = ShardedEmbedding(10, 4)(keras.ops.cast(layers.Flatten()(x), 'int32'))"
-)
 IN_SYNC = f"{ATTENTION}; x = layers.BatchNormalization(synchronized=True)(x)"
 SPECTRAL = f"{ATTENTION}; x = layers.SpectralNormalization(layers.Dense(8))(x)"
 # XLA lacks the operation of this loss.
@@ -108,7 +104,7 @@ def started(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("jit_compile", "layer", "more", "compiles", "note"),
+    ("option", "layer", "more", "compiles", "note"),
     [
         ("", "", "", False, ""),
         ("", ATTENTION, "", True, ""),
@@ -122,15 +118,9 @@ def started(
     ],
 )
 def test_what_gains_by_xla_is_compiled(
-    jit_compile: str,
-    layer: str,
-    more: str,
-    compiles: bool,
-    note: str,
-    digits: Path,
-    tmp_path: Path,
+    option: str, layer: str, more: str, compiles: bool, note: str, digits: Path, tmp_path: Path
 ) -> None:
-    source = MODEL.format(jit_compile=jit_compile, layer=layer) + more
+    source = MODEL.format(jit_compile=option, layer=layer) + more
     executor, learner, _ = started(tmp_path, digits, source)
     assert learner.compiles is compiles
     notes = [text for text in learner.notes if "XLA" in text]
@@ -140,12 +130,9 @@ def test_what_gains_by_xla_is_compiled(
     assert learner.compiles is compiles
 
 
-def test_nothing_is_compiled_in_a_cluster_unless_it_is_asked_for(
-    digits: Path, tmp_path: Path
-) -> None:
+def test_nothing_is_compiled_in_a_cluster(digits: Path, tmp_path: Path) -> None:
     source = MODEL.format(jit_compile="", layer=ATTENTION)
-    _, learner, _ = started(tmp_path, digits, source, is_cluster=True)
-    assert not learner.compiles
+    assert not started(tmp_path, digits, source, is_cluster=True)[1].compiles
 
 
 @pytest.mark.slow
@@ -159,18 +146,13 @@ def test_nothing_is_compiled_in_a_cluster_unless_it_is_asked_for(
     ids=["in the gradient", "in the update", "in the evaluation"],
 )
 def test_step_that_xla_cannot_compile_is_run_without_it(
-    layer: str,
-    more: str,
-    op: str,
-    digits: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    layer: str, more: str, op: str, digits: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights, results = [], []
-    for jit_compile in ("", "jit_compile=False"):
-        source = MODEL.format(jit_compile=jit_compile, layer=layer) + more
-        executor, learner, _ = started(tmp_path / (jit_compile or "auto"), digits, source)
-        assert learner.compiles is (not jit_compile)
+    for option in ("", "jit_compile=False"):
+        source = MODEL.format(jit_compile=option, layer=layer) + more
+        executor, learner, _ = started(tmp_path / (option or "auto"), digits, source)
+        assert learner.compiles is (not option)
         metrics = [executor.run(2), executor.run(1), executor.evaluate()]
         assert executor.position.next_batch == 3
         assert not learner.compiles
@@ -192,12 +174,6 @@ def test_what_xla_must_compile_and_cannot_is_explained(digits: Path, tmp_path: P
     assert error.value.__cause__ is not None
     with pytest.raises(ConfigError, match=message), data_errors_explained(inputs):
         raise error.value.__cause__
-
-
-def test_table_with_jit_compile_is_refused(digits: Path, tmp_path: Path) -> None:
-    source = MODEL.format(jit_compile="jit_compile=True", layer=TABLE)
-    with pytest.raises(ConfigError, match=r"config\.jit_compile cannot be used with a Sharded"):
-        started(tmp_path, digits, source)
 
 
 @pytest.mark.parametrize("value", ["'on'", "1", "None", "0"])

@@ -5,7 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from trainer.config import (
     Config,
@@ -47,15 +50,12 @@ def write(path: Path, text: str) -> str:
 def test_recipe_has_all_that_its_file_defines(tmp_path: Path) -> None:
     # Any: the functions of this file have other types than a real recipe's.
     recipe: Any = load_recipe(write(tmp_path / "mine.py", WHOLE))
-    assert flatten(recipe.config)["width"] == 5
-    assert recipe.config.batch_size == 7
-    assert recipe.build_model(recipe.config) == 5
-    assert recipe.parse("x") == "x"
-    assert recipe.augment(1, 2, 3) == (1, 2)
-    assert recipe.loss(1, 2) == 2
+    config = recipe.config
+    assert (flatten(config)["width"], config.batch_size, recipe.build_model(config)) == (5, 7, 5)
+    assert (recipe.parse("x"), recipe.augment(1, 2, 3), recipe.loss(1, 2)) == ("x", (1, 2), 2)
     assert recipe.metrics.keys() == {"one"}
-    assert recipe.build_optimizer(recipe.config) == "optimizer"
-    assert recipe.build_hooks(recipe.config, "dir") == ["dir"]
+    assert recipe.build_optimizer(config) == "optimizer"
+    assert recipe.build_hooks(config, "dir") == ["dir"]
 
 
 def test_given_config_replaces_the_config_of_the_file(tmp_path: Path) -> None:
@@ -72,40 +72,45 @@ def test_shipped_configs_pass_their_own_checks(path: Path) -> None:
     assert json.loads(to_json(recipe.config)) == fields
 
 
+COUNTS = ("batch_size", "train_steps", "steps_per_call", "log_every_steps", "keep_checkpoints")
+NO_WEIGHTS: list[Any] = [{-1: 2.0}, {"0": 2.0}, {0: -1.0}, {True: 2.0}, {0: "x"}]
+TOO_LARGE = "{0}=1,000,000,000,000,000 needs 46,566,128.7 GiB .* Type .*--config.{0}=1024"
+
+
 @pytest.mark.parametrize(
-    "field", ["batch_size", "train_steps", "steps_per_call", "log_every_steps", "keep_checkpoints"]
+    "fields",
+    [
+        dict.fromkeys(COUNTS, 1),
+        {"batch_size": 64, "data": DataConfig(lanes=16)},
+        {"recover_from_nan": 2},
+    ],
 )
-def test_counts_below_one_are_refused(field: str) -> None:
-    config = Config(batch_size=1)
-    setattr(config, field, 1)
-    check(config)
-    setattr(config, field, 0)
-    with pytest.raises(ConfigError, match=f"config.{field} must be at least 1. .*{field}=0"):
-        check(config)
+def test_values_within_their_bounds_are_accepted(fields: dict[str, Any]) -> None:
+    check(Config(**fields))
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
-def test_learning_rate_must_be_above_zero(rate: float) -> None:
-    with pytest.raises(ConfigError, match="learning_rate"):
-        check(Config(learning_rate=rate))
-
-
-def test_lanes_must_divide_the_batch() -> None:
-    check(Config(batch_size=64, data=DataConfig(lanes=16)))
-    with pytest.raises(ConfigError, match="lanes=10, batch_size=64"):
-        check(Config(batch_size=64, data=DataConfig(lanes=10)))
-
-
-@pytest.mark.parametrize("weights", [{-1: 2.0}, {"0": 2.0}, {0: -1.0}, {True: 2.0}, {0: "x"}])
-def test_weights_of_classes_are_of_indices(weights: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Type --config\.class_weight='\{0: 2\}'"):
-        check(Config(class_weight=weights))
-
-
-def test_recovery_from_a_nan_needs_checkpoints() -> None:
-    check(Config(recover_from_nan=2))
-    with pytest.raises(ConfigError, match="recover_from_nan=2 needs checkpoints"):
-        check(Config(recover_from_nan=2, checkpoint_every_steps=0))
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        *(({name: 0}, f"config.{name} must be at least 1. .*{name}=0") for name in COUNTS),
+        *(({"learning_rate": rate}, "learning_rate") for rate in (0.0, -1.0, float("nan"))),
+        ({"batch_size": 64, "data": DataConfig(lanes=10)}, "lanes=10, batch_size=64"),
+        *(
+            ({"class_weight": weights}, r"Type --config\.class_weight='\{0: 2\}'")
+            for weights in NO_WEIGHTS
+        ),
+        (
+            {"recover_from_nan": 2, "checkpoint_every_steps": 0},
+            "recover_from_nan=2 needs checkpoints",
+        ),
+        *(({name: 10**15}, TOO_LARGE.format(name)) for name in ("batch_size", "eval_batch_size")),
+    ],
+)
+def test_value_out_of_its_bounds_is_refused_with_what_to_type(
+    fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(Config(**fields))
 
 
 def test_data_directory_is_named_after_the_data_set_unless_given() -> None:
@@ -124,15 +129,12 @@ def test_fields_are_named_as_on_the_command_line() -> None:
     ("name", "nearest"),
     [("batchsize", "batch_size"), ("data.lane", "data.lanes"), ("learningrate", "learning_rate")],
 )
-def test_message_for_an_unknown_field_names_the_nearest(name: str, nearest: str) -> None:
+def test_message_for_an_unknown_field_names_the_nearest_or_all(name: str, nearest: str) -> None:
     message = explain_unknown_field(name, Config())
     assert repr(name) in message
     assert f"--config.{nearest}?" in message
-
-
-def test_unknown_field_without_a_near_match_lists_all_fields() -> None:
-    message = explain_unknown_field("xyzzy", Config())
-    assert all(name in message for name in flatten(Config()))
+    listed = explain_unknown_field("xyzzy", Config())
+    assert all(field in listed for field in flatten(Config()))
 
 
 def test_bounds_hold_for_a_field_that_a_config_file_declares_again() -> None:
@@ -145,10 +147,48 @@ def test_bounds_hold_for_a_field_that_a_config_file_declares_again() -> None:
         check(Mine(batch_size=0))
 
 
-@pytest.mark.parametrize("name", ["batch_size", "eval_batch_size"])
-def test_batch_that_does_not_fit_into_memory_is_refused(name: str) -> None:
-    config = Config()
-    setattr(config, name, 10**15)
-    needed = rf"{name}=1,000,000,000,000,000 needs 46,566,128.7 GiB .* Type .*--config.{name}=1024"
-    with pytest.raises(ConfigError, match=needed):
-        check(config)
+# What the shipped configs promise that needs no training.
+
+
+@pytest.mark.parametrize(("blocks_per_stage", "num_layers"), [(3, 20), (9, 56)])
+def test_resnet_has_the_papers_layers_and_parameters(
+    blocks_per_stage: int, num_layers: int
+) -> None:
+    recipe = load_recipe("configs/cifar10_resnet.py")
+    recipe.config.blocks_per_stage = blocks_per_stage  # type: ignore[attr-defined]
+    model = recipe.build_model(recipe.config)
+    kinds = (keras.layers.Conv2D, keras.layers.Dense)
+    assert sum(isinstance(layer, kinds) for layer in model.layers) == num_layers
+    millions = sum(np.prod(v.shape) for v in model.trainable_variables) / 1e6
+    assert round(millions, 2) == {20: 0.27, 56: 0.85}[num_layers]  # Table 6.
+    shapes = [layer.output.shape[1:] for layer in model.layers if layer.name.startswith("add")]
+    assert shapes[::blocks_per_stage] == [(32, 32, 16), (16, 16, 32), (8, 8, 64)]
+
+
+def test_cifar10_images_are_cut_from_padded_ones_and_mirrored() -> None:
+    recipe = load_recipe("configs/cifar10_resnet.py")
+    assert recipe.augment is not None
+    places = np.arange(32)
+    # The channels of a pixel are its row, its column, and 0.
+    image = np.stack([*np.meshgrid(places, places, indexing="ij"), np.zeros((32, 32))], axis=-1)
+    images = np.repeat(image[np.newaxis], 1000, axis=0).astype(np.float32) / 32
+    seeds = np.random.default_rng(0).integers(-(2**31), 2**31, (1000, 2)).astype(np.int32)
+    moved, labels = tf.function(recipe.augment)(images, np.arange(1000), seeds)
+    assert np.array_equal(labels, np.arange(1000))
+    rows, columns, _ = np.moveaxis(moved.numpy() * 32, -1, 0)
+    # The middle is always left: it says how the image was moved.
+    direction = np.round(columns[:, 16, 17] - columns[:, 16, 16])
+    down = np.round(rows[:, 16, 16]) - 16
+    right = np.round(columns[:, 16, 16]) - np.where(direction > 0, 16, 15)
+    from_rows = down[:, np.newaxis, np.newaxis] + places[:, np.newaxis] + 0 * columns
+    mirrored = np.where(direction[:, np.newaxis] > 0, places, 31 - places)
+    from_columns = (right[:, np.newaxis] + mirrored)[:, np.newaxis] + 0 * rows
+    is_inside = (np.abs(from_rows - 15.5) < 16) & (np.abs(from_columns - 15.5) < 16)
+    np.testing.assert_allclose(rows[is_inside], from_rows[is_inside], atol=1e-3)
+    np.testing.assert_allclose(columns[is_inside], from_columns[is_inside], atol=1e-3)
+    beyond = moved.numpy()[~is_inside]
+    assert beyond.min() > 0.3, "beyond the edge is the mean colour, not black"
+    for drawn, number in ((down, 9), (right, 9), (direction, 2)):
+        values, counts = np.unique(drawn, return_counts=True)
+        assert len(values) == number
+        assert counts.min() > 0.6 * 1000 / number

@@ -12,7 +12,7 @@ import pytest
 from strategies.transfer import AS_COMPUTED
 from tests.commands import run_python
 from trainer.config import Config, ConfigError, Recipe, load_recipe
-from trainer.config_file import absolute, load_module
+from trainer.config_file import absolute
 from trainer.guards.fingerprint import shared_settings
 from trainer.preflight import preflight
 
@@ -43,6 +43,19 @@ def with_source(source: str) -> str:
     return textwrap.dedent(COMPLETE) + imports + textwrap.dedent(source)
 
 
+# For the sources of MISTAKES.
+FUNCTIONS = """
+def images(serialized, height=8):
+    return tf.zeros([tf.size(serialized), height, 8, 1])
+
+def labels(serialized):
+    return tf.zeros([tf.size(serialized)], tf.int64)
+
+def feature(serialized, spec):
+    return tf.io.parse_example(serialized, {"label": spec})["label"]
+"""
+
+
 def checked(path: str, digits: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     recipe.config.data_dir = str(digits)
@@ -68,75 +81,54 @@ MISTAKES = {
         ("parse(serialized)", "in parse: example = tf.io.parse_single", "use tf.io.parse_example,"),
     ),
     "parse that returns one thing": Mistake(
-        """
-        def parse(serialized):
-            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1])
-        """,
+        "def parse(serialized): return images(serialized)",
         ("parse(serialized)", "must return", "(inputs, labels)", "float32(None, 8, 8, 1)"),
     ),
     "parse that returns a scalar": Mistake(
-        """
-        def parse(serialized):
-            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), tf.constant(1)
-        """,
+        "def parse(serialized): return images(serialized), tf.constant(1)",
         ("parse(serialized)", "must return labels", "int32()"),
     ),
     "parse that returns a sparse tensor": Mistake(
         """
         def parse(serialized):
-            example = tf.io.parse_example(serialized, {"label": tf.io.VarLenFeature(tf.int64)})
-            return {"a": example["label"]}, tf.zeros([tf.shape(serialized)[0]])
+            return {"a": feature(serialized, tf.io.VarLenFeature(tf.int64))}, labels(serialized)
         """,
         ("parse(serialized)", "inputs['a'] are a SparseTensor", "tf.sparse.to_dense(x)", "shape="),
     ),
     "parse that returns a ragged tensor": Mistake(
         """
         def parse(serialized):
-            example = tf.io.parse_example(serialized, {"label": tf.io.RaggedFeature(tf.int64)})
-            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), example["label"]
+            return images(serialized), feature(serialized, tf.io.RaggedFeature(tf.int64))
         """,
         ("parse(serialized)", "labels are a RaggedTensor", "x.to_tensor(shape=[None, 20])"),
     ),
     "parse without labels": Mistake(
-        """
-        def parse(serialized):
-            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), None
-        """,
+        "def parse(serialized): return images(serialized), None",
         ("parse(serialized)", "labels are None"),
     ),
     "parse with a type that the records do not have": Mistake(
         """
         def parse(serialized):
-            spec = {"label": tf.io.FixedLenFeature([], tf.float32)}
-            labels = tf.io.parse_example(serialized, spec)["label"]
-            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), labels
+            return images(serialized), feature(serialized, tf.io.FixedLenFeature([], tf.float32))
         """,
         ("'label'", "int64", "FixedLenFeature([], tf.int64)"),
     ),
     "error in build_model": Mistake(
-        """
-        def build_model(config):
-            return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Dense(config.width)])
-        """,
-        ("build_model(config)", "no attribute 'width'", "mine.py, line 17, in build_model"),
+        "def build_model(config): return keras.Sequential([keras.layers.Dense(config.width)])",
+        ("build_model(config)", "no attribute 'width'", "mine.py, line 24, in build_model"),
     ),
     "model that is not returned": Mistake(
-        "def build_model(config):\n            pass", ("must return a keras.Model", "NoneType")
+        "def build_model(config): pass", ("must return a keras.Model", "NoneType")
     ),
     "model without weights": Mistake(
-        """
-        def build_model(config):
-            return keras.Sequential([keras.layers.Flatten()])
-        """,
+        "def build_model(config): return keras.Sequential([keras.layers.Flatten()])",
         ("build_model(config)", "with weights to train"),
     ),
     "train_step of the model": Mistake(
         """
-        def build_model(config):
-            class Own(keras.Model):
-                def train_step(self, data):
-                    return {}
-            return Own()
+        class Own(keras.Model):
+            def train_step(self, data): return {}
+        def build_model(config): return Own()
         """,
         ("overrides train_step()", "loss(labels, outputs)", "build_learner"),
     ),
@@ -146,59 +138,39 @@ MISTAKES = {
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=outputs)
         """,
         (
-            "loss(labels, outputs) of",
-            "ValueError",
-            "in loss: return tf.nn.sparse",
-            "labels: int64(8,)",
-            "outputs: float32(8, 10)",
+            *("loss(labels, outputs) of", "ValueError", "in loss: return tf.nn.sparse"),
+            *("labels: int64(8,)", "outputs: float32(8, 10)"),
         ),
     ),
     "other types without seeds": Mistake(
         """
         def parse(serialized, seeds):
-            labels = tf.zeros([tf.shape(serialized)[0]], tf.int64)
-            if seeds is None:
-                return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), labels
-            return tf.zeros([tf.shape(serialized)[0], 6, 8, 1]), labels
+            return images(serialized, 8 if seeds is None else 6), labels(serialized)
         """,
         ("same types with seeds", "float32(None, 6, 8, 1)", "float32(None, 8, 8, 1)"),
     ),
     "error with seeds": Mistake(
         """
         def parse(serialized, seeds):
-            labels = tf.zeros([tf.shape(serialized)[0]], tf.int64)
-            if seeds is not None:
-                labels = labels + seeds
-            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), labels
+            numbers = labels(serialized)
+            return images(serialized), numbers if seeds is None else numbers + seeds
         """,
-        ("parse(serialized, seeds)", "in parse: labels = labels + seeds"),
+        ("parse(serialized, seeds)", "in parse: return images"),
     ),
     "error in augment": Mistake(
-        """
-        def augment(inputs, labels, seeds):
-            return inputs + labels, labels
-        """,
-        ("augment(inputs, labels, seeds)", "in augment: return inputs + labels, labels"),
+        "def augment(inputs, labels, seeds): return inputs + labels, labels",
+        ("augment(inputs, labels, seeds)", "in augment: def augment(inputs, labels, seeds)"),
     ),
     "error in build_optimizer": Mistake(
-        """
-        def build_optimizer(config):
-            return keras.optimizers.SGD(rate=1)
-        """,
-        ("build_optimizer(config)", "rate", "in build_optimizer: return keras.optimizers.SGD("),
+        "def build_optimizer(config): return keras.optimizers.SGD(rate=1)",
+        ("build_optimizer(config)", "rate", "in build_optimizer: "),
     ),
     "error in build_learner": Mistake(
-        """
-        def build_learner(config, **parts):
-            return parts["nothing"]
-        """,
+        "def build_learner(config, **parts): return parts['nothing']",
         ("build_learner(config, **parts)", "KeyError: 'nothing'", "in build_learner"),
     ),
     "callback that is none": Mistake(
-        """
-        def build_callbacks(config):
-            return ["stop"]
-        """,
+        "def build_callbacks(config): return ['stop']",
         ("build_callbacks(config)", "list of keras.callbacks.Callback", "'stop'"),
     ),
 }
@@ -208,7 +180,7 @@ MISTAKES = {
 def test_mistake_is_one_message_with_its_reason(
     mistake: Mistake, digits: Path, tmp_path: Path
 ) -> None:
-    path = written(tmp_path, with_source(mistake.source))
+    path = written(tmp_path, with_source(FUNCTIONS) + textwrap.dedent(mistake.source))
     with pytest.raises((ConfigError, ValueError)) as raised:
         checked(path, digits, tmp_path)
     assert type(raised.value).__module__.startswith(("trainer.", "data.")), raised.value
@@ -337,44 +309,34 @@ def test_equal_config_files_at_two_paths_are_the_same_to_other_tasks(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"communication": "ring"},
-        {"wire_dtype": "float16"},
-        {"read_dtype": "float16"},
-        {"bucket_mb": 1.0},
-    ],
-    ids=str,
+    ("name", "value"),
+    [("communication", "ring"), ("wire_dtype", "half"), ("read_dtype", "half"), ("bucket_mb", 1.0)],
 )
-def test_tasks_compare_how_tensors_are_sent(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_tasks_compare_how_tensors_are_sent(name: str, value: Any, tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, COMPLETE))
     ours = shared_settings(recipe, AS_COMPUTED)
-    theirs = shared_settings(recipe, dataclasses.replace(AS_COMPUTED, **changed))
-    assert {name for name in ours if ours[name] != theirs[name]} == {
-        f"--{name}" for name in changed
-    }
+    theirs = shared_settings(recipe, dataclasses.replace(AS_COMPUTED, **{name: value}))
+    assert [each for each in ours if ours[each] != theirs[each]] == [f"--{name}"]
 
 
 def test_tasks_compare_the_neighbours_too(tmp_path: Path) -> None:
-    prints = []
-    for width in (7, 8):
+    def recipe_with(width: int) -> Recipe:
         directory = tmp_path / str(width)
         written(directory, f"WIDTH = {width}", f"neighbour_{width}.py")
-        path = written(
-            directory, f"from neighbour_{width} import WIDTH\n" + textwrap.dedent(COMPLETE)
-        )
-        recipe = load_recipe(path)
-        prints.append(hash_of_files(recipe))
-        assert len(recipe.files) == 2
-        alone = hash_of_files(dataclasses.replace(recipe, files=recipe.files[:1]))
-        package = tmp_path / "package" / "__init__.py"
-        package.parent.mkdir(exist_ok=True)
-        for code, is_equal in (('"""A package."""\n', True), ("rate = 1\n", False)):
-            package.write_text(code)
-            within = dataclasses.replace(recipe, files=(*recipe.files, str(package)))
-            assert (hash_of_files(within) == hash_of_files(recipe)) == is_equal
-        assert alone != prints[-1]
-    assert prints[0] != prints[1]
+        source = f"from neighbour_{width} import WIDTH\n{textwrap.dedent(COMPLETE)}"
+        return load_recipe(written(directory, source))
+
+    def hash_with(*files: str) -> str:
+        return hash_of_files(dataclasses.replace(recipe, files=files))
+
+    recipe = recipe_with(7)
+    own, neighbour = recipe.files
+    ours = hash_of_files(recipe)
+    assert ours not in (hash_of_files(recipe_with(8)), hash_with(own))
+    package = written(tmp_path, '"""A package."""\n', "package/__init__.py")
+    assert hash_with(own, neighbour, package) == ours
+    written(tmp_path, "rate = 1\n", "package/__init__.py")
+    assert hash_with(own, neighbour, package) != ours
 
 
 def test_file_in_a_package_may_import_relatively(
@@ -496,4 +458,4 @@ def test_file_is_executed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "no_such.py"])
 def test_missing_module_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--config={name}: there is no such .*Shipped: .*digits"):
-        load_module(name)
+        load_recipe(name)

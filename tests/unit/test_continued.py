@@ -17,17 +17,11 @@ DIGITS = str(ROOT / "configs" / "digits.py")
 FLAGS = ["--strategy=ps", "--workers=3", "--sync_replicas"]
 
 
-def write_run(directory: Path, recipe: str = DIGITS, **fields: Any) -> str:
+def write_run(directory: Path, recipe: str = DIGITS, flags: Any = FLAGS, **fields: Any) -> str:
     config = json.loads(to_json(load_recipe(DIGITS).config)) | fields
-    document = {
-        "strategy": "ps",
-        "recipe": recipe,
-        "data_dir": "/data/digits",
-        "config": config,
-        "flags": FLAGS,
-    }
+    document = {"strategy": "ps", "recipe": recipe, "data_dir": "/data/digits", "config": config}
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(document))
+    (directory / "config.json").write_text(json.dumps({**document, "flags": flags}))
     return f"--model_dir={directory}"
 
 
@@ -63,27 +57,25 @@ def test_what_is_typed_takes_precedence(tmp_path: Path, monkeypatch: pytest.Monk
 def test_scheduler_of_many_tasks_says_how_many_workers_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = write_run(tmp_path / "run")
+    given = write_run(tmp_path / "run", flags=["--strategy=ps", "--workers=3", "--ps=2"])
 
     def sizes(*words: str) -> list[str]:
-        argv = ["trainer", given, *words]
-        continued = with_settings_of_run(argv, ["workers", "ps"])
+        continued = with_settings_of_run(["trainer", given, *words], ["workers", "ps"])
         return [word for word in continued if word.startswith(("--workers", "--ps"))]
 
-    path = tmp_path / "run" / "config.json"
-    sized = {"flags": ["--strategy=ps", "--workers=3", "--ps=2"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | sized))
+    def set_all(environment: dict[str, str]) -> None:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+
     assert sizes() == ["--workers=3", "--ps=2"]
     assert sizes("--hosts=a,b") == ["--ps=2"]
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
+    set_all(SLURM)
     assert sizes() == ["--ps=2"]
     assert sizes("--cluster=local") == ["--workers=3", "--ps=2"]
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert sizes() == ["--workers=3", "--ps=2"], "a single task starts a cluster on its machine"
     monkeypatch.delenv("SLURM_JOB_ID")
-    for name, value in INDEXED_JOB.items():
-        monkeypatch.setenv(name, value)
+    set_all(INDEXED_JOB)
     assert sizes() == ["--workers=3", "--ps=2"], "a pod does not know how many there are"
 
 

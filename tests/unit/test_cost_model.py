@@ -24,9 +24,9 @@ HOSTS = Hosts(
 )
 
 
-def points(factor: float = 1.0) -> list[Point]:
+def points() -> list[Point]:
     return [
-        Point(strategy, workers, factor * COSTS.step_secs(strategy, workers, CORES))
+        Point(strategy, workers, COSTS.step_secs(strategy, workers, CORES))
         for strategy in STRATEGIES
         for workers in SIZES
     ]
@@ -34,9 +34,8 @@ def points(factor: float = 1.0) -> list[Point]:
 
 def test_costs_are_found_again_in_steps_that_they_made() -> None:
     found = cost_model.fit(points(), CORES)
-    for point in points():
-        secs = found.step_secs(point.strategy, point.workers, CORES)
-        assert secs == pytest.approx(point.secs, rel=1e-3)
+    secs = [found.step_secs(point.strategy, point.workers, CORES) for point in points()]
+    assert secs == pytest.approx([point.secs for point in points()], rel=1e-3)
     assert found.message == pytest.approx(COSTS.message, rel=0.05)
 
 
@@ -55,11 +54,6 @@ def test_steps_that_do_not_tell_all_costs_are_refused() -> None:
         cost_model.fit(without_ring, CORES)
 
 
-def test_ring_sends_each_part_twice_around() -> None:
-    assert [cost_model.ring_messages(n) for n in (2, 3, 4, 10)] == [1, 4, 6, 18]
-    assert cost_model.ring_messages(2, num_bytes=100e6) == 2
-
-
 def test_ring_hides_the_transfer_as_far_as_the_backward_pass_lasts() -> None:
     # 2 workers send 100 MB in 80 ms, and the backward pass takes 133 ms.
     hidden = HOSTS.exposed_secs(2)
@@ -70,31 +64,6 @@ def test_ring_hides_the_transfer_as_far_as_the_backward_pass_lasts() -> None:
     small = dataclasses.replace(HOSTS, gradient_bytes=300e3)
     assert small.exposed_secs(2) == pytest.approx(1e-3 + 300e3 / 1.25e9)
     assert HOSTS.exposed_secs(1) == 0
-
-
-def test_more_servers_spare_servers_and_not_a_workers_own_link() -> None:
-    many = dataclasses.replace(HOSTS, num_ps=100, apply_secs=0.0)
-    few = dataclasses.replace(HOSTS, num_ps=1, apply_secs=0.0)
-    for alone in (Hosts.ps_async, Hosts.ps_sync):
-        assert alone(many, 1) == pytest.approx(alone(few, 1))
-        assert alone(many, 100) > 3 * alone(few, 100)
-
-
-def test_messages_and_tickets_bound_a_model_without_bytes() -> None:
-    tiny = dataclasses.replace(HOSTS, gradient_bytes=0, compute_secs=1e-3, apply_secs=0.0)
-    assert tiny.ps_async(1024) == pytest.approx(1 / tiny.message_secs)
-    assert dataclasses.replace(tiny, ticket_secs=0.01).ps_async(1024) == pytest.approx(100)
-    assert tiny.ps_sync(1024) < 0.5 / tiny.message_secs
-
-
-def test_without_price_and_stragglers_all_is_linear() -> None:
-    free = dataclasses.replace(
-        HOSTS, gradient_bytes=0, message_secs=0.0, apply_secs=0.0, straggle=0.0
-    )
-    for rate in (free.ring, free.ps_async, free.ps_sync):
-        for workers in (1, 7, 1024):
-            assert rate(workers) == pytest.approx(workers / 0.2)
-    assert free.best_backups(64) == 0
 
 
 NEAR = dataclasses.replace(HOSTS, gradient_bytes=1e5, message_secs=1e-6)
@@ -118,17 +87,11 @@ def test_synchronous_steps_are_nearly_as_drawn(
     assert least < drawn / hosts.ps_sync(workers, backups) < most
 
 
-@pytest.mark.parametrize(
-    ("workers", "least", "most"),
-    [
-        # The bound is reached where nothing or all is in turns.
-        *((workers, 0.95, 1.05) for workers in (1, 256)),
-        # In between they wait for each other.
-        *((workers, 0.7, 1.02) for workers in (4, 8, 12, 16, 32)),
-    ],
-)
-def test_asynchronous_workers_are_nearly_as_drawn(workers: int, least: float, most: float) -> None:
+@pytest.mark.parametrize("workers", [1, 4, 8, 12, 16, 32, 256])
+def test_asynchronous_workers_are_nearly_as_drawn(workers: int) -> None:
     drawn = cost_model.simulated_async(HOSTS, workers, gradients=20_000, seed=1)
+    # Only where nothing or all is in turns, workers do not wait for each other.
+    least, most = (0.95, 1.05) if workers in (1, 256) else (0.7, 1.02)
     assert least < drawn / HOSTS.ps_async(workers) < most
 
 

@@ -86,15 +86,14 @@ def test_uneven_replicas_end_in_the_weights_of_one(recipe: Recipe) -> None:
 
 
 def test_each_network_has_its_slots_and_checkpoints_have_both(recipe: Recipe) -> None:
+    def size(variables: Any) -> int:
+        return sum(int(np.prod(variable.shape)) for variable in variables)
+
     learner = build_learner(recipe)
-    sizes = [int(np.prod(v.shape)) for v in learner.optimizer.variables[2:]]
-    of_generator = learner.model.get_layer("generator").count_params()
-    assert sum(sizes) == 2 * of_generator
-    of_critic = sum(
-        int(np.prod(v.shape)) for v in learner.model.get_layer("critic").trainable_variables
-    )
-    variables = learner.state["critic_optimizer"]
-    assert sum(int(np.prod(v.shape)) for v in variables[2:]) == 2 * of_critic
+    generator, critic = (learner.model.get_layer(name) for name in ("generator", "critic"))
+    assert size(learner.optimizer.variables[2:]) == 2 * generator.count_params()
+    critics_slots = size(learner.state["critic_optimizer"][2:])
+    assert critics_slots == 2 * size(critic.trainable_variables)
 
 
 def test_other_object_than_a_learner_is_refused(recipe: Recipe) -> None:

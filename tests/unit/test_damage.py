@@ -90,14 +90,11 @@ def cut(number: int, records: int, more_bytes: int = 0) -> Fault:
     return lambda directory: os.truncate(shard(directory, number), size)
 
 
+BITS = {0, 3, 4, 5, 1999}
 # What is lost, where the index from before tells chunks and counts.
 FAULTS: dict[str, tuple[Fault, set[int], str]] = {
     "flipped bit": (flipped(1, {7: 20}), {2007}, "record 7 at byte 322: the data does not fit"),
-    "flipped bits": (
-        flipped(0, dict.fromkeys((0, 3, 4, 5, 1999), 20)),
-        {0, 3, 4, 5, 1999},
-        "record 0 at byte 0: the data",
-    ),
+    "flipped bits": (flipped(0, dict.fromkeys(BITS, 20)), BITS, "record 0 at byte 0: the data"),
     "flipped length": (flipped(0, {101: 0}), {*range(101, 105)}, "record 101 at byte 4646: "),
     "flipped lengths": (
         flipped(0, {101: 1, 105: 1, 106: 1, 1998: 1, 1000: 20}),
@@ -115,11 +112,7 @@ NOT_SEEN_WHEN_OPENED = ("flipped bit", "flipped bits", "flipped length", "flippe
 @pytest.mark.slow
 @pytest.mark.parametrize(("damaged", "lost", "named"), FAULTS.values(), ids=FAULTS)
 def test_skipped_damage_is_counted_and_all_else_is_read_once_an_epoch(
-    tmp_path: Path,
-    split: records.Split,
-    damaged: Fault,
-    lost: set[int],
-    named: str,
+    tmp_path: Path, split: records.Split, damaged: Fault, lost: set[int], named: str
 ) -> None:
     damaged(tmp_path)
     good = damage.open_good(str(tmp_path), "train")
@@ -174,9 +167,7 @@ def test_whole_split_is_opened_as_if_nothing_were_skipped(
 ) -> None:
     describe(tmp_path)
     good = damage.open_good(str(tmp_path), "train")
-    assert good.fingerprint == split.fingerprint
-    assert good.damages == ()
-    assert good.num_skipped == 0
+    assert (good.fingerprint, good.damages, good.num_skipped) == (split.fingerprint, (), 0)
 
 
 @pytest.mark.slow

@@ -2,29 +2,15 @@
 
 import signal
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 
 from strategies.cluster.tf_config import Task
-from trainer.local.deaths import (
-    Action,
-    RunState,
-    TaskEnd,
-    decide,
-    decide_loss,
-    failure_of,
-)
+from trainer.local.deaths import Action, RunState, TaskEnd, decide, decide_loss, failure_of
 
 KILLED = -signal.SIGKILL
 
-RUNNING = RunState(
-    is_chief_done=False,
-    is_ending=False,
-    restart_cause=None,
-    has_other_workers=True,
-    may_restart=True,
-)
+RUNNING = RunState(False, False, restart_cause=None, has_other_workers=True, may_restart=True)
 LAST_WORKER = RUNNING._replace(has_other_workers=False)
 NO_RESTART = RUNNING._replace(may_restart=False)
 LAST_WORKER_NO_RESTART = NO_RESTART._replace(has_other_workers=False)
@@ -57,69 +43,63 @@ def overdue(end: TaskEnd) -> TaskEnd:
     return replace(end, was_overdue=True)
 
 
-class Row(NamedTuple):
-    end: TaskEnd
-    run: RunState
-    action: Action
-
-
 TABLE = [
-    Row(chief(0), RUNNING, Action.FINISH),
-    Row(chief(0), ENDING, Action.FINISH),
-    Row(chief(0), RESTARTING_75, Action.FINISH),
+    (chief(0), RUNNING, Action.FINISH),
+    (chief(0), ENDING, Action.FINISH),
+    (chief(0), RESTARTING_75, Action.FINISH),
     # A usage error ends the run in every state.
-    Row(chief(2), RUNNING, Action.ABORT),
-    Row(ps_worker(2), RUNNING, Action.ABORT),
-    Row(other(2), RESTARTING_KILLED, Action.ABORT),
-    Row(other(2), CHIEF_DONE, Action.ABORT),
+    (chief(2), RUNNING, Action.ABORT),
+    (ps_worker(2), RUNNING, Action.ABORT),
+    (other(2), RESTARTING_KILLED, Action.ABORT),
+    (other(2), CHIEF_DONE, Action.ABORT),
     # While all tasks are being ended for a restart.
-    Row(other(KILLED), RESTARTING_KILLED, Action.GO_DOWN),
-    Row(other(0), RESTARTING_KILLED, Action.GO_DOWN),
-    Row(other(1), RESTARTING_KILLED, Action.GO_DOWN),
-    Row(ps_worker(75), RESTARTING_75, Action.GO_DOWN),
-    Row(other(1), RESTARTING_75, Action.END_RUN),
+    (other(KILLED), RESTARTING_KILLED, Action.GO_DOWN),
+    (other(0), RESTARTING_KILLED, Action.GO_DOWN),
+    (other(1), RESTARTING_KILLED, Action.GO_DOWN),
+    (ps_worker(75), RESTARTING_75, Action.GO_DOWN),
+    (other(1), RESTARTING_75, Action.END_RUN),
     # A task other than the chief ends as it should.
-    Row(ps_worker(0), RUNNING, Action.NONE),
-    Row(other(0), CHIEF_DONE, Action.NONE),
+    (ps_worker(0), RUNNING, Action.NONE),
+    (other(0), CHIEF_DONE, Action.NONE),
     # The chief is done.
-    Row(ps_worker(KILLED), CHIEF_DONE, Action.IGNORE),
-    Row(overdue(ps_worker(-signal.SIGTERM)), CHIEF_DONE, Action.IGNORE),
-    Row(other(KILLED), CHIEF_DONE, Action.IGNORE),
-    Row(other(75), CHIEF_DONE, Action.IGNORE),
-    Row(overdue(other(-signal.SIGTERM)), CHIEF_DONE, Action.END_RUN),
-    Row(other(1), CHIEF_DONE, Action.END_RUN),
-    Row(ps_worker(1), CHIEF_DONE, Action.END_RUN),
+    (ps_worker(KILLED), CHIEF_DONE, Action.IGNORE),
+    (overdue(ps_worker(-signal.SIGTERM)), CHIEF_DONE, Action.IGNORE),
+    (other(KILLED), CHIEF_DONE, Action.IGNORE),
+    (other(75), CHIEF_DONE, Action.IGNORE),
+    (overdue(other(-signal.SIGTERM)), CHIEF_DONE, Action.END_RUN),
+    (other(1), CHIEF_DONE, Action.END_RUN),
+    (ps_worker(1), CHIEF_DONE, Action.END_RUN),
     # A ps worker is lost.
-    Row(ps_worker(75), RUNNING, Action.WAIT),
-    Row(ps_worker(75), NO_RESTART, Action.WAIT),
-    Row(ps_worker(75), ENDING, Action.END_RUN),
-    Row(ps_worker(KILLED), RUNNING, Action.RESTART_TASK),
-    Row(ps_worker(KILLED), LAST_WORKER, Action.RESTART_TASK),
-    Row(ps_worker(KILLED), NO_RESTART, Action.CONTINUE),
-    Row(ps_worker(KILLED), ENDING, Action.CONTINUE),
-    Row(replace(ps_worker(KILLED), failure=""), ENDING, Action.END_RUN),  # By the launcher.
-    Row(ps_worker(KILLED), LAST_WORKER_NO_RESTART, Action.END_RUN),
-    Row(ps_worker(1), RUNNING, Action.END_RUN),
+    (ps_worker(75), RUNNING, Action.WAIT),
+    (ps_worker(75), NO_RESTART, Action.WAIT),
+    (ps_worker(75), ENDING, Action.END_RUN),
+    (ps_worker(KILLED), RUNNING, Action.RESTART_TASK),
+    (ps_worker(KILLED), LAST_WORKER, Action.RESTART_TASK),
+    (ps_worker(KILLED), NO_RESTART, Action.CONTINUE),
+    (ps_worker(KILLED), ENDING, Action.CONTINUE),
+    (replace(ps_worker(KILLED), failure=""), ENDING, Action.END_RUN),  # By the launcher.
+    (ps_worker(KILLED), LAST_WORKER_NO_RESTART, Action.END_RUN),
+    (ps_worker(1), RUNNING, Action.END_RUN),
     # Another task is lost.
-    Row(chief(KILLED), RUNNING, Action.RESTART_ALL),
-    Row(chief(75), RUNNING, Action.RESTART_ALL),
-    Row(other(KILLED), RUNNING, Action.RESTART_ALL),
-    Row(other(75), RUNNING, Action.RESTART_ALL),
-    Row(other(KILLED), NO_RESTART, Action.END_RUN),
-    Row(other(75), ENDING, Action.END_RUN),
-    Row(chief(75), ENDING, Action.END_RUN),
-    Row(chief(1), RUNNING, Action.END_RUN),
-    Row(other(1), RUNNING, Action.END_RUN),
+    (chief(KILLED), RUNNING, Action.RESTART_ALL),
+    (chief(75), RUNNING, Action.RESTART_ALL),
+    (other(KILLED), RUNNING, Action.RESTART_ALL),
+    (other(75), RUNNING, Action.RESTART_ALL),
+    (other(KILLED), NO_RESTART, Action.END_RUN),
+    (other(75), ENDING, Action.END_RUN),
+    (chief(75), ENDING, Action.END_RUN),
+    (chief(1), RUNNING, Action.END_RUN),
+    (other(1), RUNNING, Action.END_RUN),
 ]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.action.name}-{row.end.exit_code}")
-def test_exit_has_the_action_of_the_table(row: Row) -> None:
-    assert decide(row.end, row.run) is row.action
+@pytest.mark.parametrize(("end", "run", "action"), TABLE)
+def test_exit_has_the_action_of_the_table(end: TaskEnd, run: RunState, action: Action) -> None:
+    assert decide(end, run) is action
 
 
 def test_table_has_every_action() -> None:
-    assert {row.action for row in TABLE} == set(Action)
+    assert {action for _, _, action in TABLE} == set(Action)
 
 
 @pytest.mark.parametrize(

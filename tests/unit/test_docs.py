@@ -66,11 +66,10 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 
 def test_each_document_is_in_the_index() -> None:
     for start, *documents in (ENGLISH, CHINESE):
-        index = documents[0].parent / "README.md"
-        rows = re.findall(r"^\| \[\w+\.md\]\((\w+\.md)\)", index.read_text(), re.MULTILINE)
-        listed = set(rows)
-        assert listed == {path.name for path in documents} - {"README.md"}
-        assert start.name in index.read_text()
+        index = (documents[0].parent / "README.md").read_text()
+        rows = re.findall(r"^\| \[\w+\.md\]\((\w+\.md)\)", index, re.MULTILINE)
+        assert set(rows) == {path.name for path in documents} - {"README.md"}
+        assert start.name in index
 
 
 @pytest.mark.parametrize("path", [*ENGLISH, *CHINESE], ids=name_of)
@@ -183,11 +182,7 @@ def test_code_fits_the_real_api(
 
 
 def in_chinese(path: Path) -> Path:
-    return (
-        ROOT / "README.zh.md"
-        if path.name == "README.md" and path.parent == ROOT
-        else (ROOT / "docs" / "zh" / path.name)
-    )
+    return ROOT / "README.zh.md" if path == ENGLISH[0] else ROOT / "docs" / "zh" / path.name
 
 
 def test_each_document_has_a_translation() -> None:
@@ -197,9 +192,8 @@ def test_each_document_has_a_translation() -> None:
 def essence(language: str, code: str) -> str:
     """What must be equal in both languages: comments and explanations may be translated."""
     if language == "sh":
-        return "\n".join(
-            line.partition(" #")[0].rstrip() for line in code.splitlines() if line[0] != "#"
-        )
+        lines = [line for line in code.splitlines() if line[0] != "#"]
+        return "\n".join(line.partition(" #")[0].rstrip() for line in lines)
     if language == "text":
         return "\n".join(line.split()[0] for line in code.splitlines() if line.strip())
     return code
@@ -217,10 +211,8 @@ def test_both_languages_have_the_same_commands_and_code(path: Path) -> None:
 def test_both_languages_have_the_same_headings_rows_and_names(path: Path) -> None:
     """Counts headings and rows of tables, and compares flags and config fields."""
     here, there = prose(path), prose(in_chinese(path))
-    for pattern in (r"^#+ ", r"^\| "):
-        assert len(re.findall(pattern, here, re.MULTILINE)) == len(
-            re.findall(pattern, there, re.MULTILINE)
-        ), pattern
+    for start in ("\n#", "\n| "):
+        assert here.count(start) == there.count(start), start
     names = r"--\w[\w.]*|config\.\w[\w.]*\w"
     assert set(re.findall(names, here)) == set(re.findall(names, there))
 

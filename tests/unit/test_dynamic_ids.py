@@ -13,12 +13,20 @@ import tensorflow as tf
 
 from strategies.metrics import add_metrics
 from strategies.mirrored import MirroredExecutor
-from strategies.position import Position
 from strategies.ps.placement import dry_run, place
 from tests.unit import test_embeddings
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on, updater
-from tests.unit.test_embeddings import BATCH, CLASSES, WIDTH, reference_of, train_reference
+from tests.unit.test_embeddings import (
+    BATCH,
+    CLASSES,
+    WIDTH,
+    assert_files_predict_alike,
+    assert_restored,
+    reference_of,
+    saved_in,
+    train_reference,
+)
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.warm_start import warm_start
 from trainer.embeddings import Adagrad
@@ -124,33 +132,38 @@ def test_equals_50_steps_of_a_plain_loop_with_a_table_of_all_rows() -> None:
     assert np.abs(found["rows"] - rows.numpy()[order]).max() > 1e-2
 
 
-def test_initial_rows_are_functions_of_the_id_alone() -> None:
+@pytest.mark.parametrize(
+    ("initializer", "low", "high", "deviation"),
+    [
+        (keras.initializers.RandomUniform(-1, 1, seed=1), -1.0, 1.0, 3**-0.5),
+        (keras.initializers.RandomNormal(stddev=0.5, seed=1), -4.0, 4.0, 0.5),
+        (keras.initializers.TruncatedNormal(stddev=0.5, seed=1), -1.0, 1.0, 0.44),
+        (keras.initializers.Constant(2.0), 2.0, 2.0, 0.0),
+    ],
+)
+def test_initial_rows_are_functions_of_the_id_alone(
+    initializer: Any, low: float, high: float, deviation: float
+) -> None:
     ids = tf.constant(NAMES)
-    kinds = {
-        keras.initializers.RandomUniform(-1, 1, seed=1): (-1.0, 1.0, 3**-0.5),
-        keras.initializers.RandomNormal(stddev=0.5, seed=1): (-4.0, 4.0, 0.5),
-        keras.initializers.TruncatedNormal(stddev=0.5, seed=1): (-1.0, 1.0, 0.44),
-        keras.initializers.Constant(2.0): (2.0, 2.0, 0.0),
-    }
-    for initializer, (low, high, deviation) in kinds.items():
+    found = rows_of(ids, initializer)
+    np.testing.assert_array_equal(rows_of(tf.reverse(ids, [0]), initializer), found[::-1])
+    in_graph = tf.function(lambda: initial_rows(ids, 500, initializer, tf.float32))
+    np.testing.assert_array_equal(in_graph(), found)
+    assert low <= found.min() <= found.max() <= high
+    np.testing.assert_allclose(found.std(), deviation, atol=0.02)
+    if deviation:
+        assert len(np.unique(found)) > 0.99 * found.size
+        assert abs(found.mean() - (low + high) / 2) < 0.03
 
-        def rows(ids: tf.Tensor, initializer: Any = initializer) -> npt.NDArray[Any]:
-            return np.asarray(initial_rows(ids, 500, initializer, tf.float32))
 
-        found = rows(ids)
-        np.testing.assert_array_equal(rows(tf.reverse(ids, [0])), found[::-1])
-        in_graph = tf.function(lambda: initial_rows(ids, 500, initializer, tf.float32))  # noqa: B023
-        np.testing.assert_array_equal(in_graph(), found)
-        assert low <= found.min()
-        assert found.max() <= high
-        np.testing.assert_allclose(found.std(), deviation, atol=0.02)
-        if deviation:
-            assert len(np.unique(found)) > 0.99 * found.size
-            assert abs(found.mean() - (low + high) / 2) < 0.03
-    other = keras.initializers.RandomUniform(-1, 1, seed=2)
-    first = keras.initializers.RandomUniform(-1, 1, seed=1)
-    values = [np.asarray(initial_rows(ids, 500, i, tf.float32)) for i in (first, other)]
-    assert not np.any(values[0] == values[1])
+def test_initial_rows_depend_on_the_seed() -> None:
+    uniform = keras.initializers.RandomUniform
+    first, second = (rows_of(tf.constant(NAMES), uniform(-1, 1, seed=seed)) for seed in (1, 2))
+    assert not np.any(first == second)
+
+
+def rows_of(ids: tf.Tensor, initializer: Any) -> npt.NDArray[Any]:
+    return np.asarray(initial_rows(ids, 500, initializer, tf.float32))
 
 
 def batches_of(*ids: Sequence[int]) -> list[Any]:
@@ -242,11 +255,9 @@ def test_eviction_that_begins_with_a_resume_counts_uses_from_there(
     """Without eviction the last use of a row is not kept, to spare the steps."""
     saved = make_learner(parts=2)
     train(saved, batches=batches_of([1, 2], [3], [2]), evict_every=1000)
-    checkpointer = Checkpointer(str(tmp_path), saved, {}, keep=1)
-    checkpointer.save(3, Position(), {})
-    assert checkpointer.has_saved(3)
+    saved_in(tmp_path, saved, 3)
     learner = make_learner(parts=1, evict_after=2)
-    assert Checkpointer(str(tmp_path), learner, {}, keep=1).restore() is not None
+    assert_restored(tmp_path, learner, 3)
     assert "when 4 of its rows were last used" in caplog.text
     table_of(learner).evict(3)
     assert values_of(learner)["ids"].tolist() == [0, 1, 2, 3]
@@ -276,20 +287,16 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
 ) -> None:
     limits = {"admit_after": 2, "evict_after": 9}
     saved = make_learner(Adagrad(0.1), parts=before, **limits)
-    checkpointer = Checkpointer(str(tmp_path), saved, {}, keep=2)
-    for step in (10, 15):  # The second has more rows.
-        train(saved, batches=BATCHES[:10] if step == 10 else BATCHES[10:15])
-        checkpointer.save(step, Position(), {})
-        assert checkpointer.has_saved(step)
+    for first, step in ((0, 10), (10, 15)):  # The second has more rows.
+        train(saved, batches=BATCHES[first:step])
+        saved_in(tmp_path, saved, step)
     expected = values_of(saved)
     assert {"rows", "accumulator"} < set(expected)
     train(saved, batches=BATCHES[15:])
     for parts, replica in after:
         learner = make_learner(Adagrad(0.1), parts=parts, replica=replica, **limits)
         train(learner, replica, BATCHES[:3])  # What is there before must go.
-        found = Checkpointer(str(tmp_path), learner, {}, keep=2).restore()
-        assert found is not None
-        assert found.step == 15
+        assert_restored(tmp_path, learner, 15)
         for name, value in values_of(learner).items():
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
         train(learner, replica, BATCHES[15:])
@@ -302,20 +309,12 @@ def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None
     train(learner)
     exported = make_model(admit_after=4)
     set_values(exported, learner)
-    exported.export(str(tmp_path / "saved_model"), verbose=False)
-    exported.save(tmp_path / "model.keras")
     unknown = np.array([[123456, -5, 3]] * BATCH)
-    loaded = tf.saved_model.load(str(tmp_path / "saved_model"))  # Its variables live as long.
-    again = keras.models.load_model(tmp_path / "model.keras")
-    expected = learner.model(IDS[0])
-    of_unknown = learner.model(unknown)
-    assert len(np.unique(of_unknown)) == CLASSES, "ids without a row are equal"
-    for model in (loaded.serve, again):
-        np.testing.assert_allclose(model(tf.constant(IDS[0])), expected, atol=1e-6)
-        np.testing.assert_allclose(model(tf.constant(unknown)), of_unknown, atol=1e-6)
+    assert len(np.unique(learner.model(unknown))) == CLASSES, "ids without a row are equal"
+    assert_files_predict_alike(exported, tmp_path, learner.model, IDS[0], unknown)
     built = make_model(admit_after=4)
     built.load_weights(tmp_path / "model.keras")
-    np.testing.assert_allclose(built(IDS[0]), expected, atol=1e-6)
+    np.testing.assert_allclose(built(IDS[0]), learner.model(IDS[0]), atol=1e-6)
 
 
 def test_an_export_before_any_id_has_a_row(tmp_path: Path) -> None:
@@ -349,8 +348,6 @@ def test_saving_a_model_in_training_does_not_change_it(tmp_path: Path) -> None:
     learner, undisturbed = make_learner(), make_learner()
     train(learner, batches=BATCHES[:5])
     learner.model.save(tmp_path / "model.keras")
-    again = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(again(IDS[0]), learner.model(IDS[0]), atol=1e-6)
     train(learner, batches=BATCHES[5:])
     train(undisturbed)
     assert_equal(learner, undisturbed)

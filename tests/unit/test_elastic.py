@@ -11,14 +11,7 @@ from strategies.cluster.tf_config import ClusterError, Task
 from tests.unit.stand_ins import KILLED, lines_of, no_progress, notes, starter
 from trainer.local.deaths import TaskEnd
 from trainer.local.elastic import ElasticPolicy, run_elastic
-from trainer.local.group_rules import (
-    Group,
-    HostRecord,
-    Rules,
-    Sightings,
-    Snapshot,
-    next_members,
-)
+from trainer.local.group_rules import Group, HostRecord, Rules, Sightings, Snapshot, next_members
 from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership
 from trainer.local.policy import Activity, Step
@@ -202,73 +195,63 @@ def test_task_that_died_is_started_after_its_delay_unless_the_group_changes(tmp_
 
 
 @pytest.mark.parametrize(
-    ("is_done", "is_regrouping", "exit_code", "activity", "step"),
+    ("run", "exit_code", "activity", "step"),
     [
         # The run is complete without this task, which had no one to train with.
-        (True, False, -signal.SIGSEGV, Activity.IDLE, Step.NONE),
-        (True, False, 75, Activity.IDLE, Step.NONE),
-        (True, False, 1, Activity.IDLE, None),
+        ("done", -signal.SIGSEGV, Activity.IDLE, Step.NONE),
+        ("done", 75, Activity.IDLE, Step.NONE),
+        ("done", 1, Activity.IDLE, None),
         # It was asked to end.
-        (False, True, 75, Activity.IDLE, Step.START),
-        (False, True, -signal.SIGTERM, Activity.IDLE, Step.START),
-        (False, True, -signal.SIGUSR1, Activity.IDLE, Step.START),
-        (False, True, KILLED, Activity.IDLE, Step.START),
-        (False, True, 1, Activity.IDLE, None),
-        (False, True, 75, Activity.ENDING, None),
+        ("regrouping", 75, Activity.IDLE, Step.START),
+        ("regrouping", -signal.SIGTERM, Activity.IDLE, Step.START),
+        ("regrouping", -signal.SIGUSR1, Activity.IDLE, Step.START),
+        ("regrouping", KILLED, Activity.IDLE, Step.START),
+        ("regrouping", 1, Activity.IDLE, None),
+        ("regrouping", 75, Activity.ENDING, None),
         # It died.
-        (False, False, KILLED, Activity.IDLE, None),
-        (False, False, 0, Activity.IDLE, None),
+        ("training", KILLED, Activity.IDLE, None),
+        ("training", 0, Activity.IDLE, None),
     ],
 )
 def test_end_of_a_task_that_was_asked_to_end_is_no_failure(
-    is_done: bool,
-    is_regrouping: bool,
-    exit_code: int,
-    activity: Activity,
-    step: Step | None,
-    tmp_path: Path,
+    run: str, exit_code: int, activity: Activity, step: Step | None, tmp_path: Path
 ) -> None:
     host = Host(tmp_path)
     host.begin(0)
     host.look()
-    if is_regrouping:
+    if run == "regrouping":
         host.files.propose(Group(0, ALL), frozenset({0, 1}))
         assert host.look(Activity.RUNNING) is Step.SAVE_AND_END
-    if is_done:
+    if run == "done":
         host.finish(0)
         assert host.look(Activity.RUNNING) is Step.DONE
     assert host.policy.on_exit(Task("worker", 1), exit_code, activity) is step
-    assert host.policy.is_over() == (is_done or exit_code == 0)
+    assert host.policy.is_over() == (run == "done" or exit_code == 0)
 
 
 @pytest.mark.parametrize(
-    ("members", "exit_code", "was_overdue", "counts", "ends_all"),
+    ("is_alone", "exit_code", "was_overdue", "counts", "ends_all"),
     [
-        ((0, 1, 2), KILLED, False, True, False),
+        (False, KILLED, False, True, False),
         # The task has lost another one. The launcher of that task counts.
-        ((0, 1, 2), 75, False, False, False),
-        ((0, 1, 2), 75, True, True, False),
+        (False, 75, False, False, False),
+        (False, 75, True, True, False),
         # The only task of a group has lost no other.
-        ((1,), 75, False, True, False),
+        (True, 75, False, True, False),
         # Errors that other hosts have, too.
-        ((0, 1, 2), 1, False, True, True),
-        ((0, 1, 2), 2, False, True, True),
+        (False, 1, False, True, True),
+        (False, 2, False, True, True),
     ],
 )
 def test_limit_of_restarts_is_for_the_cause_and_only_errors_everywhere_end_all_hosts(
-    members: tuple[int, ...],
-    exit_code: int,
-    was_overdue: bool,
-    counts: bool,
-    ends_all: bool,
-    tmp_path: Path,
+    is_alone: bool, exit_code: int, was_overdue: bool, counts: bool, ends_all: bool, tmp_path: Path
 ) -> None:
+    members = (1,) if is_alone else (0, 1, 2)
     host = Host(tmp_path, *members)
     assert host.begin()
     task = Task("worker", members.index(1))
     end = TaskEnd(task, False, False, 100, exit_code, 1.0, "failure", was_overdue)
-    assert host.policy.counts(end) == counts
-    assert host.policy.ends_all_hosts(end) == ends_all
+    assert (host.policy.counts(end), host.policy.ends_all_hosts(end)) == (counts, ends_all)
 
 
 # The head of each program: the task notes in which cluster it ended, and by which signal.

@@ -18,14 +18,7 @@ from strategies.tables import tables_with
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.embeddings import (
-    FTRL,
-    SGD,
-    Adagrad,
-    LazyAdam,
-    RowWiseAdagrad,
-    ShardedEmbedding,
-)
+from trainer.embeddings import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad, ShardedEmbedding
 from trainer.embeddings.layer import _rounded_on
 from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer, TableUpdate
 from trainer.learner import Learner
@@ -40,18 +33,16 @@ BATCHES = ALL_BATCHES[:8]
 UNIFORM = keras.initializers.RandomUniform(-0.5, 0.5)
 
 
+def sequential(embedding: keras.Layer) -> keras.Model:
+    flatten, dense = keras.layers.Flatten(), keras.layers.Dense(CLASSES)
+    return keras.Sequential([keras.Input((3,), dtype="int64"), embedding, flatten, dense])
+
+
 @names_from_zero()
 def make_model(
     optimizer: TableOptimizer | str = "sgd", *, rows: int | None = ROWS, **options: Any
 ) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int64"),
-            ShardedEmbedding(rows, WIDTH, optimizer=optimizer, name="ids", **options),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+    return sequential(ShardedEmbedding(rows, WIDTH, optimizer=optimizer, name="ids", **options))
 
 
 def make_learner(
@@ -91,14 +82,34 @@ def table_of(learner: Learner) -> npt.NDArray[Any]:
 
 def reference_of(num_rows: int) -> keras.Model:
     """The same model with an embedding of Keras."""
-    return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int64"),
-            keras.layers.Embedding(num_rows, WIDTH),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+    return sequential(keras.layers.Embedding(num_rows, WIDTH))
+
+
+def saved_in(directory: Path, learner: Learner, step: int) -> Checkpointer:
+    """Saves `learner` as the newest checkpoint."""
+    checkpointer = Checkpointer(str(directory), learner, {}, keep=2)
+    checkpointer.save(step, Position(), {})
+    assert checkpointer.has_saved(step)
+    return checkpointer
+
+
+def assert_restored(directory: Path, learner: Learner, step: int) -> None:
+    found = Checkpointer(str(directory), learner, {}, keep=2).restore()
+    assert found is not None
+    assert found.step == step
+
+
+def assert_files_predict_alike(
+    model: keras.Model, directory: Path, expected: keras.Model, *batches: npt.NDArray[Any]
+) -> None:
+    """`model` in a SavedModel and in a .keras file gives the outputs of `expected`."""
+    model.export(str(directory / "saved_model"), verbose=False)
+    model.save(directory / "model.keras")
+    loaded = tf.saved_model.load(str(directory / "saved_model"))  # Its variables live as long.
+    again = keras.models.load_model(directory / "model.keras")
+    for ids in batches:
+        for predict in (loaded.serve, again):
+            np.testing.assert_allclose(predict(tf.constant(ids)), expected(ids), atol=1e-6)
 
 
 def train_reference(
@@ -128,13 +139,11 @@ def test_initial_rows_do_not_depend_on_the_number_of_parts(monkeypatch: pytest.M
 
 
 def test_state_that_the_forward_pass_changes_has_all_moving_statistics() -> None:
-    ids = keras.Input((3,), dtype="int64")
+    ids, norm = keras.Input((3,), dtype="int64"), keras.layers.BatchNormalization()
     with replicas(1).scope(), tables_with(num_parts=2):
         rows = keras.layers.Flatten()(ShardedEmbedding(ROWS, WIDTH)(ids))
-        norm = keras.layers.BatchNormalization()
         model = keras.Model(ids, keras.layers.Dense(CLASSES)(norm(rows)))
-        optimizer = keras.optimizers.SGD(0.1)
-        loss = sparse_categorical_crossentropy
+        loss, optimizer = sparse_categorical_crossentropy, keras.optimizers.SGD(0.1)
         learner = Learner(model, optimizer, loss, {}, batch_size=BATCH)
     kept = {id(variable) for variable in learner.forward_state}
     assert {id(norm.moving_mean.value), id(norm.moving_variance.value)} <= kept
@@ -223,13 +232,9 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
 ) -> None:
     saved = make_learner(Adagrad(0.1), parts=before)
     train(saved)
-    of_saved = Checkpointer(str(tmp_path), saved, {}, keep=1)
-    of_saved.save(8, Position(), {})
-    assert of_saved.has_saved(8)
+    saved_in(tmp_path, saved, 8)
     learner = make_learner(Adagrad(0.1), parts=after)
-    found = Checkpointer(str(tmp_path), learner, {}, keep=1).restore()
-    assert found is not None
-    assert found.step == 8
+    assert_restored(tmp_path, learner, 8)
     assert_same(weights_of(saved), weights_of(learner))
     (left,), (right,) = slots_of(saved), slots_of(learner)
     np.testing.assert_array_equal(left, right)
@@ -242,13 +247,7 @@ def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None
     exported = make_learner(replica=0).model
     for variable, value in zip(exported.variables, weights_of(learner), strict=True):
         variable.assign(value)
-    exported.export(str(tmp_path / "saved_model"), verbose=False)
-    exported.save(tmp_path / "model.keras")
-    expected = learner.model(IDS[0])
-    loaded = tf.saved_model.load(str(tmp_path / "saved_model"))  # Its variables live as long.
-    np.testing.assert_allclose(loaded.serve(tf.constant(IDS[0])), expected, atol=1e-6)
-    again = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(again(IDS[0]), expected, atol=1e-6)
+    assert_files_predict_alike(exported, tmp_path, learner.model, IDS[0])
 
 
 def test_columns_have_their_own_rows() -> None:
@@ -283,33 +282,17 @@ def test_a_dry_run_makes_no_rows_and_each_server_gets_a_part() -> None:
     assert sum(placement.num_bytes) - 352 < 3 * 1024
 
 
-def test_a_variable_of_a_table_is_one_entry() -> None:
-    model = make_learner(parts=3).model
-    names = [(entry.path, tuple(entry.shape)) for entry in saved_variables(model)]
-    assert names[0][0].endswith("ids/embeddings")
-    assert names[0][1] == (ROWS, WIDTH)
-    assert len(names) == 3
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"rows": 0},
-        {"rows": []},
-        {"rows": 1.5},
-        {"width": -1},
-        {"l2": -1},
-        {"clip_norm": float("nan")},
-        {"initializer": "glorot_uniform"},
-        {"optimizer": "adam"},
-        {"optimizer": 0.1},
-        {"combiner": "max"},
-        {"rows": None, "admit_after": 0},
-        {"rows": None, "evict_after": -1},
-        {"rows": None, "max_rows": 1.5},
-        {"rows": None, "evict_every": 0},
-        {"admit_after": 2},
-        {"rows": [9, 9], "max_rows": 5},
+        *({"rows": 0}, {"rows": []}, {"rows": 1.5}),
+        *({"optimizer": optimizer} for optimizer in ("adam", 0.1)),
+        *({"width": -1}, {"l2": -1}, {"clip_norm": float("nan")}),
+        *({"initializer": "glorot_uniform"}, {"combiner": "max"}),
+        *({"rows": None, "admit_after": 0}, {"rows": None, "evict_after": -1}),
+        *({"rows": None, "max_rows": 1.5}, {"rows": None, "evict_every": 0}),
+        # For dynamic ids only.
+        *({"admit_after": 2}, {"rows": [9, 9], "max_rows": 5}),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:

@@ -33,11 +33,7 @@ from tests.unit.one_device import OneDeviceExecutor
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, NUM_EXAMPLES, make_reader, write_split
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.config import load_recipe
-from trainer.inputs import open_inputs
 from trainer.learner import Learner
-from trainer.loop import train
-from trainer.session import build_session
 from trainer.step.losses import sparse_categorical_crossentropy
 
 KINDS = os.environ.get("EXECUTORS", "mirrored-1 mirrored-2 one-device").split()
@@ -114,8 +110,11 @@ class Run:
         return saved.position
 
 
+NewRun: TypeAlias = Callable[[], Run]
+
+
 @pytest.fixture
-def new_run(make: Make, reader: Reader, tmp_path: Path) -> Callable[[], Run]:
+def new_run(make: Make, reader: Reader, tmp_path: Path) -> NewRun:
     return lambda: Run(make(), reader, tmp_path)
 
 
@@ -134,7 +133,7 @@ def after_steps(weights: Weights, reader: Reader, first_batch: int, num_steps: i
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [Position(), Position(20, (), (16,))], ids=["first", "later"])
 def test_steps_are_those_of_gradient_descent_from_the_position(
-    start: Position, new_run: Callable[[], Run]
+    start: Position, new_run: NewRun
 ) -> None:
     run = new_run().start(start)
     before, num_before = run.weights(), run.num_examples
@@ -151,7 +150,7 @@ def test_steps_are_those_of_gradient_descent_from_the_position(
 
 
 @pytest.mark.slow
-def test_workers_have_made_all_steps(new_run: Callable[[], Run]) -> None:
+def test_workers_have_made_all_steps(new_run: NewRun) -> None:
     run = new_run().start()
     run.executor.counts_before = counts = {"worker_steps": {"worker 0": 100}}
     run.executor.run(4)
@@ -164,9 +163,7 @@ def test_workers_have_made_all_steps(new_run: Callable[[], Run]) -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_counts_each_example_once_and_changes_nothing(
-    new_run: Callable[[], Run],
-) -> None:
+def test_evaluation_counts_each_example_once_and_changes_nothing(new_run: NewRun) -> None:
     run = new_run().start()
     run.executor.run(3)
     before = run.weights()
@@ -179,9 +176,7 @@ def test_evaluation_counts_each_example_once_and_changes_nothing(
 
 
 @pytest.mark.slow
-def test_resumed_run_and_a_return_to_a_checkpoint_repeat_the_steps(
-    new_run: Callable[[], Run],
-) -> None:
+def test_resumed_run_and_a_return_to_a_checkpoint_repeat_the_steps(new_run: NewRun) -> None:
     run = new_run().start()
     expected = after_steps(run.weights(), run.reader, 0, 8)
     run.executor.run(5)
@@ -198,7 +193,7 @@ def test_resumed_run_and_a_return_to_a_checkpoint_repeat_the_steps(
 
 
 @pytest.mark.slow
-def test_stop_request_ends_the_run_after_a_step_at_least(new_run: Callable[[], Run]) -> None:
+def test_stop_request_ends_the_run_after_a_step_at_least(new_run: NewRun) -> None:
     run = new_run().start()
     executor = run.executor
     assert (executor.stop_requested, executor.stopping) == (False, False)
@@ -215,9 +210,7 @@ def test_stop_request_ends_the_run_after_a_step_at_least(new_run: Callable[[], R
 
 
 @pytest.mark.slow
-def test_variables_are_of_a_complete_step_unless_they_were_being_changed(
-    new_run: Callable[[], Run],
-) -> None:
+def test_variables_are_of_a_complete_step_unless_they_were_being_changed(new_run: NewRun) -> None:
     run = new_run().start()
     run.executor.run(2)
     before = run.weights()
@@ -235,13 +228,13 @@ def test_each_task_learns_the_numbers_of_all(make: Make) -> None:
     assert len(numbers) in (1, executor.num_replicas)
 
 
-def test_sub_batches_of_another_topology_are_refused(new_run: Callable[[], Run]) -> None:
+def test_sub_batches_of_another_topology_are_refused(new_run: NewRun) -> None:
     with pytest.raises(UsageError, match="unfinished sub-batch"):
         new_run().start(Position(2, ((0, 1, 2),)))
 
 
 @pytest.mark.skipif(not KINDS[0].startswith("ps"), reason="the state ends with this process")
-def test_next_chief_takes_over_the_last_step(new_run: Callable[[], Run]) -> None:
+def test_next_chief_takes_over_the_last_step(new_run: NewRun) -> None:
     former = new_run().start()
     assert former.executor.recovery is not None
     expected = after_steps(former.weights(), former.reader, 0, 8)
@@ -262,22 +255,6 @@ def test_next_chief_takes_over_the_last_step(new_run: Callable[[], Run]) -> None
     run.executor.run(3)
     assert run.num_examples == 8 * BATCH
     assert_close(run.weights(), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("one-device" not in KINDS, reason="of the strategies of one process")
-def test_new_strategy_trains_digits_to_the_weights_of_mirrored(digits: Path) -> None:
-    recipe = load_recipe("configs/digits.py")
-    recipe.config.data_dir = str(digits)
-    recipe.config.jit_compile = False
-    found = []
-    for executor in (OneDeviceExecutor(), MirroredExecutor(replicas(1))):
-        inputs, _, learner = build_session(recipe, open_inputs(recipe), executor.build)
-        executor.start(learner, inputs.train, inputs.evaluation, Position())
-        assert train(executor, learner, [], steps=40, steps_per_call=16) == 40
-        found.append(learner.weights())
-        assert means(executor.evaluate())["accuracy"] > 0.5
-    assert_close(*found)
 
 
 if __name__ == "__main__":

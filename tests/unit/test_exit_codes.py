@@ -5,35 +5,30 @@ import pytest
 from data.system.linux import limit_reached
 from trainer.exit_codes import first_line
 
-
-def test_first_line_is_the_reason() -> None:
-    assert first_line(ValueError("one\ntwo")) == "one"
-    assert first_line(ValueError()) == "ValueError"
-    assert first_line(ValueError(" \n")) == "ValueError"
-
-
-def test_first_line_of_a_keras_error_is_its_reason() -> None:
-    text = (
-        "Exception encountered when calling Dense.call().\n\n\x1b[1mbad shape\x1b[0m\n\nArguments"
-    )
-    assert first_line(ValueError(text)) == "bad shape"
+IN_KERAS = (
+    "Exception encountered when calling Dense.call().\n\n\x1b[1mbad shape\x1b[0m\n\nArguments"
+)
+BROKEN = "\nObject Two was created by passing\nvalues in `__init__()`. Please\nmend it.\n\nExample:"
+IN_A_GRAPH = (
+    "Graph execution error:\n\nDetected at node Assert defined at (most recent call last):\n"
+    '  File "/a.py", line 11, in f\n\nassertion failed: [bad n] [2]\n\t [[{{node Assert}}]]'
+)
 
 
-def test_sentence_that_is_broken_into_lines_is_complete() -> None:
-    text = (
-        "\nObject Two was created by passing\nvalues in `__init__()`. Please\nmend it.\n\nExample:"
-    )
-    whole = "Object Two was created by passing values in `__init__()`. Please mend it."
-    assert first_line(ValueError(text)) == whole
-    assert first_line(ValueError("No room\nHint: make some")) == "No room"
-
-
-def test_first_line_of_an_error_of_a_graph_is_its_reason() -> None:
-    text = (
-        "Graph execution error:\n\nDetected at node Assert defined at (most recent call last):\n"
-        '  File "/a.py", line 11, in f\n\nassertion failed: [bad n] [2]\n\t [[{{node Assert}}]]'
-    )
-    assert first_line(ValueError(text)) == "assertion failed: [bad n] [2]"
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("one\ntwo", "one"),
+        ("", "ValueError"),
+        (" \n", "ValueError"),
+        ("No room\nHint: make some", "No room"),
+        (IN_KERAS, "bad shape"),
+        (BROKEN, "Object Two was created by passing values in `__init__()`. Please mend it."),
+        (IN_A_GRAPH, "assertion failed: [bad n] [2]"),
+    ],
+)
+def test_first_line_is_the_complete_reason(text: str, line: str) -> None:
+    assert first_line(ValueError(text)) == line
 
 
 @pytest.mark.parametrize(
