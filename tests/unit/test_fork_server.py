@@ -157,6 +157,17 @@ with ForkServer("label", setup=["task:set_up"], preload=["wave"]) as server:
 """
 
 
+SPAWN_WITHOUT_A_MODULE = """
+from trainer.local.fork_server import ForkServer
+
+with ForkServer("label", preload=["no_such_module"]) as server:
+    try:
+        server.spawn("os:getpid", "name", [], {}, {})
+    except OSError as error:
+        print(error)
+"""
+
+
 def test_target_is_called_after_setup_and_preload(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TARGET)
     ended = run_python("-c", SPAWN, PYTHONPATH=f"{ROOT}:{tmp_path}")
@@ -166,15 +177,7 @@ def test_target_is_called_after_setup_and_preload(tmp_path: Path) -> None:
 
 
 def test_module_that_cannot_be_imported_is_an_error_of_the_caller() -> None:
-    program = (
-        "from trainer.local.fork_server import ForkServer\n"
-        "with ForkServer('label', preload=['no_such_module']) as server:\n"
-        "    try:\n"
-        "        server.spawn('os:getpid', 'name', [], {}, {})\n"
-        "    except OSError as error:\n"
-        "        print(error)\n"
-    )
-    ended = run_python("-c", program)
+    ended = run_python("-c", SPAWN_WITHOUT_A_MODULE)
     assert ended.stdout == "the fork server has ended\n", ended.stderr
     assert "No module named 'no_such_module'" in ended.stderr
 
