@@ -177,18 +177,11 @@ def batches(labels: Any, *others: np.ndarray) -> Any:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "one output, weights": {
+    "one output, class weights": {
         "model": one_output,
         "loss": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
         "metrics": ["accuracy", "mse"],
-        "weighted_metrics": ["mae", "categorical_accuracy"],
-        "weights": True,
-    },
-    "one output, class weights": {
-        "model": one_output,
-        "loss": "categorical_crossentropy",
-        "metrics": ["accuracy"],
-        "weighted_metrics": ["accuracy"],
+        "weighted_metrics": ["mae", "accuracy"],
         "class_weight": {0: 2.0, 3: 0.5},
     },
     "two outputs, weights": {
