@@ -264,9 +264,7 @@ def test_export_that_fails_leaves_what_was_there_and_says_what_to_do(tmp_path: P
     assert (tmp_path / "model.keras").read_bytes() == before
 
 
-def test_export_has_the_weights_that_training_ended_with_whatever_other_hooks_do_at_their_end(
-    tmp_path: Path,
-) -> None:
+def test_export_has_the_last_weights_whatever_other_hooks_do_at_their_end(tmp_path: Path) -> None:
     hook = export_hook(recipe_of(sequential), FLOATS, tmp_path)
     hook.is_complete = lambda: False
     hook(1, Metrics())

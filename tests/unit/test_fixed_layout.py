@@ -102,9 +102,7 @@ def layout_of(record: bytes) -> Layout:
 
 
 @given(data=st.data())
-def test_changed_record_fits_only_if_parse_example_finds_the_slices(
-    data: st.DataObject,
-) -> None:
+def test_changed_record_fits_only_if_parse_example_finds_the_slices(data: st.DataObject) -> None:
     # Any byte may change to any other: tags, lengths, names and the top bits of varints too.
     record = bytearray(example_of(b"abcdefgh", data.draw(st.sampled_from([3, 300, -1]))))
     layout = layout_of(bytes(record))
@@ -163,9 +161,7 @@ def images_of(count: int, label: int = 5) -> list[bytes]:
     ]
 
 
-def test_reader_slices_records_of_one_layout_and_parses_others_alike(
-    tmp_path: Path,
-) -> None:
+def test_reader_slices_records_of_one_layout_and_parses_others_alike(tmp_path: Path) -> None:
     parse = image_raw_parse((2, 3, 2))
     similar = images_of(200)
     # Of the same length, but with its features in another order.

@@ -105,9 +105,7 @@ def test_directory_with_records_is_always_data_dir(flags: list[Flag]) -> None:
         (("trainer", f"--config={ROOT}/configs/digits.py", "--bind_cores=on"), "--cpu_affinity"),
     ],
 )
-def test_former_spelling_is_refused_with_the_new_one(
-    tmp_path: Path, argv: tuple[str, ...], message: str
-) -> None:
+def test_former_spelling_names_the_new(tmp_path: Path, argv: tuple[str, ...], message: str) -> None:
     done = run_python("-m", *argv, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr

@@ -128,9 +128,7 @@ def test_server_that_began_a_step_which_was_not_counted_has_the_values_before(ch
     ("step", "marks", "stored_step"),
     [(7, (7, 9), 7), (7, (6, 7), 7), (8, (8, 8), 7), (7, (8, 8), 8)],
 )
-def test_variables_of_no_complete_step_are_not_used(
-    step: int, marks: tuple[int, int], stored_step: int
-) -> None:
+def test_incomplete_step_is_not_used(step: int, marks: tuple[int, int], stored_step: int) -> None:
     assert settled(synchronous(step, marks, stored_step)) is None
 
 

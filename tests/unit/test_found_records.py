@@ -82,9 +82,7 @@ def test_files_of_splits_are_read_in_place(train: str, test: str, tmp_path: Path
         (["train.tfrecord-00001-of-00002"], "python -m data.prepare NAME --data_dir=OTHER_DIR"),
     ],
 )
-def test_refusal_says_what_is_missing_and_what_to_type(
-    files: list[str], said: str, tmp_path: Path
-) -> None:
+def test_refusal_says_what_to_do(files: list[str], said: str, tmp_path: Path) -> None:
     write_folder(tmp_path, dict.fromkeys(files, PLAIN))
     assert re.search(said.format(tmp_path), fail(tmp_path))
 
@@ -224,7 +222,7 @@ def test_index_without_a_dot_of_an_earlier_version_is_read_and_left(tmp_path: Pa
         ("folder/x.png", b"\x89PNG", False),
     ],
 )
-def test_input_of_predictions_is_known_by_its_first_bytes(
+def test_first_bytes_tell_records(
     name: str, content: bytes, expected: bool, tmp_path: Path
 ) -> None:
     write_folder(tmp_path, {name: content})
@@ -253,9 +251,7 @@ def memory_below(num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (13, 0), (13, 7)])
-def test_record_that_claims_4_gb_is_refused_without_memory_for_it(
-    before: int, after: int, tmp_path: Path
-) -> None:
+def test_record_that_claims_4_gb_takes_no_memory(before: int, after: int, tmp_path: Path) -> None:
     sparse_file(tmp_path, before, 4 << 30, after)
     with memory_below(8 << 20):
         split = records.open_split(str(tmp_path), "train")

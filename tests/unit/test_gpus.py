@@ -93,9 +93,7 @@ def test_type_that_nccl_does_not_sum_is_refused(communication: str) -> None:
         (None, ""),  # Unknown: AMD, for example.
     ],
 )
-def test_gpu_that_this_tensorflow_does_not_know_is_named(
-    found: tuple[int, int] | None, note: str
-) -> None:
+def test_gpu_unknown_to_tensorflow_is_named(found: tuple[int, int] | None, note: str) -> None:
     built = tf.sysconfig.get_build_info()["cuda_compute_capabilities"]
     said = capability_note(found, [*built, "sm_90a", "unknown"])
     assert note in said

@@ -99,9 +99,7 @@ def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
             yield op
 
 
-def test_next_batch_is_copied_narrow_to_the_device_and_does_not_wait_for_the_step(
-    loop_body: tf.Graph,
-) -> None:
+def test_next_batch_is_copied_narrow_and_does_not_wait_for_the_step(loop_body: tf.Graph) -> None:
     (last,) = (out for out in loop_body.outputs if out.dtype == tf.uint8 and out.shape[0] == 8)
     # A loop's results wait for all changes of an iteration, but the copy in them does not.
     copy = last.op.inputs[0].op

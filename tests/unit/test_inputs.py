@@ -110,9 +110,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("function", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_loss_or_metric_is_refused_with_a_remedy(
-    inputs: Inputs, function: Any, said: str
-) -> None:
+def test_wrong_loss_or_metric_has_a_remedy(inputs: Inputs, function: Any, said: str) -> None:
     by, of_metric = r"of mine.py (returned )?", r".*\(8,\) is needed" if "shape" in said else said
     with pytest.raises(ConfigError, match=rf"loss\(labels, outputs\) {by}{said}"):
         check(inputs, loss=function)

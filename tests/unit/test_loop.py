@@ -82,9 +82,7 @@ def test_steps_per_call_limits_a_call_and_the_last_step_is_acted_on_once(toy: To
     assert (fives.acted, rarely.acted) == ([5, 10], [10])
 
 
-def test_overshooting_steps_are_due_where_a_multiple_was_crossed(
-    split: Split, tmp_path: Path
-) -> None:
+def test_overshooting_steps_are_due_if_a_multiple_was_crossed(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path, executor=Overshooting)
     toy.start()
     called, elevens, twos = Called(), Every(11, 20), Every(2, 20)

@@ -55,9 +55,7 @@ from strategies.transfer import Transfer
         (errors.NotFoundError, "Resource a/b does not exist. /job:ps/task:0", "lost: Resource a/b"),
     ],
 )
-def test_lost_peers_are_reported_as_lost_peers(
-    kind: type[errors.OpError], text: str, message: str
-) -> None:
+def test_lost_peers_are_reported(kind: type[errors.OpError], text: str, message: str) -> None:
     with pytest.raises(PeerLostError, match=message), losses_explained():
         raise kind(None, None, text)
 

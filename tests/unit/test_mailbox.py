@@ -64,9 +64,7 @@ def test_error_of_a_server_is_raised_without_a_traceback_of_the_thread_that_clos
     assert printed == []
 
 
-def test_servers_that_did_not_receive_the_end_are_returned(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreached_servers_are_returned(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_MESSAGE_SECS", 2.0)
     assert end_servers(cluster, 75) == [GONE]
     assert [Mailbox(cluster, task, "end").take() for task in (WORKER, PS)] == ["75", "75"]

@@ -89,9 +89,7 @@ def test_watcher_tells_which_hosts_are_reached(tmp_path: Path) -> None:
     assert membership.records()[0].beat > snapshots[-1].records[0].beat
 
 
-def test_record_of_the_end_stays_if_a_connection_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_connection_keeps_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_tried, may_answer = threading.Event(), threading.Event()
 
     def answer_late(address: str) -> bool:

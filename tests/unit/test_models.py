@@ -55,9 +55,7 @@ def own_build(config: Config) -> keras.Model:
 @pytest.mark.parametrize(
     ("build", "specs"), [(unbuilt, SPECS), (own_build, SPECS), (lambda config: Named(), NAMED)]
 )
-def test_model_is_built_from_input_specs(
-    build: Callable[[Config], keras.Model], specs: Any
-) -> None:
+def test_model_is_built_from_specs(build: Callable[[Config], keras.Model], specs: Any) -> None:
     recipe = Recipe("mine.py", Config(batch_size=6), build)
     assert not is_built(build(recipe.config))
     learner, groups = dry_run(lambda: build_learner(recipe, specs))

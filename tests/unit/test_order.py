@@ -158,9 +158,7 @@ def test_reading_list_gathers_to_the_records_and_reads_none_twice(
 
 
 @given(order=orders(), first_batch=st.integers(0, 1000))
-def test_windows_cut_the_batches_without_gap_at_ends_that_do_not_depend_on_the_start(
-    order: Order, first_batch: int
-) -> None:
+def test_windows_have_no_gaps_and_fixed_ends(order: Order, first_batch: int) -> None:
     runs = list(itertools.islice(order.windows(first_batch), 8))
     expected = first_batch
     for first, count in runs:
@@ -223,9 +221,7 @@ def test_defaults_mix_nearly_as_a_uniform_shuffle(batch_size: int, record_bytes:
 
 
 @given(order=orders(), first_batch=st.integers(0, 10**6), num_replicas=st.integers(1, 4))
-def test_seed_of_an_example_is_the_one_the_definition_says_on_any_replica(
-    order: Order, first_batch: int, num_replicas: int
-) -> None:
+def test_seeds_follow_the_definition(order: Order, first_batch: int, num_replicas: int) -> None:
     num_replicas = min(num_replicas, order.lanes)
     key = mix(mix(3) ^ order.seed)
     expected = [
