@@ -237,19 +237,14 @@ def test_sparkline_has_means_of_the_whole_run() -> None:
     assert sparkline([1.0], 8) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "heights"),
-    [
+def test_sparkline_is_logarithmic_where_the_page_of_a_run_is() -> None:
+    for name, values, heights in (
         ("loss", [100.0, 10.0, 1.0], (7, 4, 0)),
         ("loss", [4.0, 2.0, 1.0], (7, 2, 0)),
         ("loss", [100.0, 10.0, 0.0], (7, 1, 0)),
         ("accuracy", [100.0, 10.0, 1.0], (7, 1, 0)),
-    ],
-)
-def test_sparkline_is_logarithmic_where_the_page_of_a_run_is(
-    name: str, values: list[float], heights: tuple[int, ...]
-) -> None:
-    assert sparkline(values, 8, name=name) == "".join(BLOCKS[height] for height in heights)
+    ):
+        assert sparkline(values, 8, name=name) == "".join(BLOCKS[height] for height in heights)
 
 
 def test_message_about_compiling_goes_away_when_training_begins(run: Path) -> None:
@@ -302,6 +297,11 @@ def program(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "program.py"), str(tmp_path)]
 
 
+def assert_restored(terminal: Terminal) -> None:
+    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
+    assert terminal.output.rindex(SHOW_CURSOR) > terminal.output.rindex(HIDE_CURSOR)
+
+
 def test_view_leaves_the_last_report_and_all_messages(program: list[str], tmp_path: Path) -> None:
     with Terminal(program, tmp_path, rows=24, columns=80) as terminal:
         terminal.see("step 30/1,000", "loss", "this process  training", "WARNING from native code")
@@ -311,8 +311,7 @@ def test_view_leaves_the_last_report_and_all_messages(program: list[str], tmp_pa
         terminal.see("step 30/1,000")
         (tmp_path / "go").touch()
         assert terminal.end() == 0, terminal.output
-    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
-    assert terminal.output.rindex(SHOW_CURSOR) > terminal.output.rindex(HIDE_CURSOR)
+    assert_restored(terminal)
     left = [line for line in terminal.lines_left_behind if line]
     assert left == [
         "WARNING from native code",
@@ -330,8 +329,7 @@ def test_terminal_is_restored_when_the_process_is_killed(
         terminal.see("step 30/1,000")
         terminal.popen.send_signal(signum)
         assert terminal.end() == -signum
-    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
-    assert terminal.output.rindex(SHOW_CURSOR) > terminal.output.rindex(HIDE_CURSOR)
+    assert_restored(terminal)
     assert "step 30/100  train  loss 0.5000" in terminal.lines_left_behind
 
 
