@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from data.reader import Reader
 from data.system.files import DataError
 from data.tickets import DiskTickets
 from tests.shards import write_shards
+from tests.unit.benchmark_modules import imported
 
 NUM_EXAMPLES, BATCH, LANES, SIZE = 60, 6, 6, 16
 SIDES = [(75, 100), (100, 75), (40, 40), (300, 200), (9, 200)]
@@ -168,3 +170,27 @@ def test_crops_differ_between_epochs_and_evaluation_has_none(reader: Reader) -> 
 def test_examples_that_change_in_each_epoch_are_not_cached(reader: Reader) -> None:
     with pytest.raises(DataError, match="cache_bytes out; or let parse take `serialized` alone"):
         dataclasses.replace(reader, cache_bytes=1 << 30)
+
+
+# The pipelines that `benchmarks.image_input` compares give the same kind of batches.
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("photographs")
+    imported("benchmarks.image_input").write_images(directory, 40)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["this program", "tf.data by hand, crops of equal area", "tf.data by hand, smaller crops"],
+)
+def test_pipelines_give_shuffled_crops(photographs: Path, name: str) -> None:
+    batches = iter(imported("benchmarks.image_input").PIPELINES[name](photographs))
+    (images, labels), (others, _) = next(batches), next(batches)
+    assert images.shape == others.shape == (32, 224, 224, 3)
+    assert images.dtype == tf.uint8
+    assert labels.shape == (32,)
+    assert len(set(labels.numpy().tolist())) > 3
+    assert not np.array_equal(images, others)
