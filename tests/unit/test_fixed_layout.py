@@ -108,12 +108,28 @@ def test_changed_record_fits_only_if_parse_example_finds_the_slices(data: st.Dat
     layout = layout_of(bytes(record))
     for _ in range(data.draw(st.integers(1, 3))):
         record[data.draw(st.integers(0, len(record) - 1))] = data.draw(st.integers(0, 255))
-    assert not layout.fits(rows_of([bytes(record) + b"\0"]))
     rows = rows_of([bytes(record)])
     if layout.fits(rows):
         sliced = layout.slice(tf.constant(rows))
         for name, value in parsed(COLUMNS, [bytes(record)]).items():
             assert sliced[name].numpy().tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("position", ["tag", "length", "name", "varint"])
+def test_record_that_is_laid_out_otherwise_does_not_fit(position: str) -> None:
+    record = example_of(b"abcdefgh", 300)
+    layout = layout_of(record)
+    at = {
+        "tag": 0,
+        "length": 1,
+        "name": record.index(b"image"),
+        "varint": record.index(b"\xac\x02"),  # 300: its first byte says that another follows.
+    }[position]
+    changed = bytearray(record)
+    changed[at] ^= 0x80
+    assert layout.fits(rows_of([record, record]))
+    assert not layout.fits(rows_of([record, bytes(changed)]))
+    assert not layout.fits(rows_of([record + b"\0"]))
 
 
 def test_there_is_no_layout_where_parse_example_would_refuse_or_values_vary_in_length() -> None:
