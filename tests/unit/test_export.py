@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from strategies.metrics import Metrics
 from strategies.ps.placement import dry_run
+from tests.unit.comparing import assert_same
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.exit_codes import EXIT_USAGE
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*unbuilt state", "ignore:.*Chan
 
 L = keras.layers
 FLOATS = tf.TensorSpec([None, 4], tf.float32)
+WORDS = {"words": tf.TensorSpec([None], tf.string), "weights": tf.TensorSpec([None, 2])}
 NUMBERS = itertools.count()
 
 
@@ -94,6 +96,7 @@ class OfOneBatch(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.dense = L.Dense(3)
+        self(tf.zeros([2, 4]))
 
     def call(self, x: Any) -> Any:
         return self.dense(tf.reshape(x, [int(x.shape[0]), 4]))
@@ -103,20 +106,9 @@ def sequential(*layers: keras.Layer) -> keras.Model:
     return keras.Sequential([keras.Input((4,)), *layers, L.Dense(3)])
 
 
-def two_inputs() -> keras.Model:
-    a, b = keras.Input((4,)), keras.Input((4,), name="mine")
-    return keras.Model([a, b], {"sum": L.Dense(4)(a) + b, "other": L.Dense(3)(b)})
-
-
 def by_name() -> keras.Model:
     a, b = keras.Input((4,), dtype="int32"), keras.Input((4,), name="mine")
     return keras.Model({"x": a, "y": b}, [L.Embedding(5, 2)(a), L.Dense(3)(b)])
-
-
-def one_batch() -> keras.Model:
-    model = OfOneBatch()
-    model(tf.zeros([2, 4]))
-    return model
 
 
 def recipe_of(build: Callable[[], keras.Model], **fields: Any) -> Recipe:
@@ -127,13 +119,13 @@ def numbered() -> keras.Layer:
     return L.Dense(4, name=f"numbered_{next(NUMBERS)}")
 
 
-def exported(recipe: Recipe, specs: Any, directory: Path) -> Export:
-    """The hook, after an export of a learner whose weights are no initial ones."""
+def export_hook(recipe: Recipe, specs: Any, directory: Path) -> Export:
+    """The hook of a complete run whose weights are no initial ones."""
     learner = build_learner(recipe, specs)
     for variable in learner.variables:
         variable.assign(variable + 0.5)
     L.Dense(1), keras.KerasTensor((1,))  # Objects of another program.
-    hook = Export(
+    return Export(
         learner,
         lambda: build_model(recipe, specs, is_trained=False),
         str(directory),
@@ -141,6 +133,11 @@ def exported(recipe: Recipe, specs: Any, directory: Path) -> Export:
         is_complete=lambda: True,
         input_specs=specs,
     )
+
+
+def exported(recipe: Recipe, specs: Any, directory: Path) -> Export:
+    """The hook, after the export."""
+    hook = export_hook(recipe, specs, directory)
     hook.end(1)
     return hook
 
@@ -167,10 +164,8 @@ def test_export_has_the_weights_of_the_layers_that_predictions_use(
     # Averages begin with the initial weights.
     model = build_learner(recipe, FLOATS).model if decay else hook.learner.model
     expected = model(examples, training=False)
-    loaded = keras.models.load_model(
-        tmp_path / "model.keras",
-        custom_objects={"Head": Head, "Subclassed": Subclassed},
-    )
+    classes = {"Head": Head, "Subclassed": Subclassed}
+    loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects=classes)
     served = tf.saved_model.load(str(tmp_path / "saved_model"))
     for found in (loaded(examples), served.serve(examples)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -193,15 +188,7 @@ def test_weights_that_exist_in_both_modes_are_initialised_as_without_a_head() ->
         (lambda: keras.Sequential([L.Dense(3)]), FLOATS, {"keras_tensor": "float32"}, ["output_0"]),
         (by_name, None, {"x": "int32", "mine": "float32"}, ["output_0", "output_1"]),
         (Subclassed, FLOATS, {"args_0": "float32"}, ["output_0"]),
-        (
-            Strings,
-            {
-                "words": tf.TensorSpec([None], tf.string),
-                "weights": tf.TensorSpec([None, 2], tf.float32),
-            },
-            {"words": "string", "weights": "float32"},
-            ["output_0"],
-        ),
+        (Strings, WORDS, {"words": "string", "weights": "float32"}, ["output_0"]),
     ],
     ids=["sequential", "built late", "functional", "subclassed", "strings"],
 )
@@ -216,22 +203,10 @@ def test_signature_has_the_same_names_and_types_at_each_build(
     for number in range(2):
         dry_run(lambda: build_learner(recipe, specs))  # As a chief of ps does.
         assert exported(recipe, specs, tmp_path / str(number)).failure == ""
-        serve = tf.saved_model.load(str(tmp_path / f"{number}/saved_model")).signatures[
-            "serving_default"
-        ]
+        saved = tf.saved_model.load(str(tmp_path / f"{number}/saved_model"))
+        serve = saved.signatures["serving_default"]
         found = {name: s.dtype.name for name, s in serve.structured_input_signature[1].items()}
         assert (found, sorted(serve.structured_outputs)) == (inputs, outputs)
-
-
-def test_names_of_layers_and_variables_are_the_same_at_each_build() -> None:
-    recipe = recipe_of(two_inputs)
-    first, second = build_model(recipe), build_model(recipe)
-    assert [layer.name for layer in first.layers] == [layer.name for layer in second.layers]
-    assert [v.path for v in first.variables] == [
-        *("dense/kernel", "dense/bias"),
-        *("dense_1/kernel", "dense_1/bias"),
-    ]
-    assert [v.path for v in first.variables] == [v.path for v in second.variables]
 
 
 @pytest.mark.parametrize(
@@ -257,8 +232,7 @@ def test_what_a_keras_file_cannot_have_is_said_before(
     check_export(recipe, model, FLOATS)
     notes = export_notes(model, "mine.py")
     assert len(notes) == bool(said)
-    for note in notes:
-        assert re.search(said, note)
+    assert re.search(said, "".join(notes))
 
 
 def test_model_that_keras_cannot_describe_is_a_saved_model_alone(tmp_path: Path) -> None:
@@ -271,7 +245,7 @@ def test_model_that_keras_cannot_describe_is_a_saved_model_alone(tmp_path: Path)
 
 
 def test_model_that_cannot_be_a_saved_model_is_refused_before_training() -> None:
-    recipe = recipe_of(one_batch)
+    recipe = recipe_of(OfOneBatch)
     model = build_model(recipe, FLOATS)
     with pytest.raises(ConfigError, match=r"(?s)traced for the export.*--config\.export=False"):
         check_export(recipe, model, FLOATS)
@@ -282,7 +256,7 @@ def test_model_that_cannot_be_a_saved_model_is_refused_before_training() -> None
 def test_export_that_fails_leaves_what_was_there_and_says_what_to_do(tmp_path: Path) -> None:
     exported(recipe_of(sequential), None, tmp_path)
     before = (tmp_path / "model.keras").read_bytes()
-    hook = exported(recipe_of(one_batch), FLOATS, tmp_path)
+    hook = exported(recipe_of(OfOneBatch), FLOATS, tmp_path)
     assert hook.failure_exit_code == EXIT_USAGE
     for said in ("The export of the model of mine.py fails: ", "--config.export=False"):
         assert said in hook.failure
@@ -290,27 +264,16 @@ def test_export_that_fails_leaves_what_was_there_and_says_what_to_do(tmp_path: P
     assert (tmp_path / "model.keras").read_bytes() == before
 
 
-def test_export_has_the_weights_that_training_ended_with_whatever_other_hooks_do_at_their_end(
-    tmp_path: Path,
-) -> None:
-    learner = build_learner(recipe_of(lambda: sequential(L.Dense(4))), FLOATS)
-    is_complete = False
-    hook = Export(
-        learner,
-        lambda: sequential(L.Dense(4)),
-        str(tmp_path),
-        path="mine.py",
-        is_complete=lambda: is_complete,
-    )
+def test_export_has_the_last_weights_whatever_other_hooks_do_at_their_end(tmp_path: Path) -> None:
+    hook = export_hook(recipe_of(sequential), FLOATS, tmp_path)
+    hook.is_complete = lambda: False
     hook(1, Metrics())
     assert not (tmp_path / "model.keras").exists()
-    is_complete = True
+    hook.is_complete = lambda: True
     hook(2, Metrics())
-    trained = [np.asarray(v) for v in learner.variables]
-    for variable in learner.variables:
+    trained = hook.learner.weights()
+    for variable in hook.learner.variables:
         variable.assign(tf.zeros_like(variable))
     hook.end(2)
     assert hook.failure == ""
-    found = keras.models.load_model(tmp_path / "model.keras").trainable_variables
-    for value, expected in zip(found, trained, strict=True):
-        np.testing.assert_array_equal(value.numpy(), expected)
+    assert_same(keras.models.load_model(tmp_path / "model.keras").get_weights(), trained)

@@ -72,15 +72,9 @@ def flags_of(command: str, document: str) -> Iterator[Flag]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "spelling"),
-    [
-        *(("trainer", "--help"), ("trainer.predict", "-h")),
-        *(("data.prepare", "--help"), ("data.inspect", "-h")),
-    ],
-)
-def test_help_is_no_mistake(command: str, spelling: str) -> None:
-    done = run_python("-m", command, "--no_such_flag", spelling)
+@pytest.mark.parametrize("command", ["trainer", "trainer.predict", "data.prepare", "data.inspect"])
+def test_help_is_no_mistake(command: str) -> None:
+    done = run_python("-m", command, "--no_such_flag", "-h" if "." in command else "--help")
     assert done.returncode == 0, done.stderr
     assert "--" in done.stdout
 
@@ -107,15 +101,11 @@ def test_directory_with_records_is_always_data_dir(flags: list[Flag]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("data.prepare", "digits", "--out=datasets/a"), "write --data_dir"),
         (("data.prepare", "digits", "--out", "datasets/a"), "write --data_dir"),
-        (("data.inspect", "datasets/a"), "Write --data_dir=datasets/a"),
         (("trainer", f"--config={ROOT}/configs/digits.py", "--bind_cores=on"), "--cpu_affinity"),
     ],
 )
-def test_former_spelling_is_refused_with_the_new_one(
-    tmp_path: Path, argv: tuple[str, ...], message: str
-) -> None:
+def test_former_spelling_names_the_new(tmp_path: Path, argv: tuple[str, ...], message: str) -> None:
     done = run_python("-m", *argv, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has
 
 # Run in a subprocess, since a process stays a subreaper until it ends.
 PROGRAM = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 
 import psutil
@@ -43,10 +43,8 @@ with fork_server("label") as server:
     assert task.ppid() == os.getpid()
     assert os.getsid(child.pid) == os.getpgid(child.pid) == child.pid
     await_began()
-    said, tensorflow, *drawn, fds = (directory / "began").read_text().splitlines()
-    assert said == "to the task"
-    assert tensorflow == "imported", tensorflow
-    assert fds == "[0, 1, 2, 600]", fds
+    said, has_tensorflow, drawn, fds = json.loads((directory / "began").read_text())
+    assert (said, has_tensorflow, fds) == ("to the task", True, [0, 1, 2, 600]), fds
     assert task.name() == "worker-7", task.name()
     # A fork would miss threads, and the locks that they hold. TensorFlow starts its own with the
     # first op. OpenBLAS, of NumPy, has ended its own before the fork.
@@ -61,7 +59,7 @@ with fork_server("label") as server:
     (directory / "began").unlink()
     child = start(server, env={"STAY": "1"})
     await_began()
-    _, _, *other, _ = (directory / "began").read_text().splitlines()
+    _, _, other, _ = json.loads((directory / "began").read_text())
     assert not set(drawn) & set(other), "two tasks draw the same numbers"
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
@@ -84,7 +82,7 @@ print("passed")
 
 # The task, a trainer, executes this: it notes its state, then ends because of a usage error.
 CONFIG = """
-import os, random, sys, time
+import json, os, random, sys, time
 from pathlib import Path
 
 import numpy as np
@@ -96,12 +94,9 @@ is_there = "tensorflow" in sys.modules and "keras" in sys.modules
 with os.scandir("/proc/self/fd") as entries:
     fds = sorted(int(entry.name) for entry in entries)
 fds = [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")]
-(directory / "began.part").write_text("\\n".join((
-    os.environ.get("SAID", ""),
-    "imported" if is_there else "",
-    str(random.random()), str(np.random.random()),
-    str(fds),
-)))
+drawn = [random.random(), np.random.random()]
+state = json.dumps([os.environ.get("SAID", ""), is_there, drawn, fds])
+(directory / "began.part").write_text(state)
 (directory / "began.part").rename(directory / "began")
 time.sleep(60 if "STAY" in os.environ else 0)
 if "LEAVE" in os.environ and os.fork() == 0:
@@ -117,9 +112,7 @@ def build_model(config):
 
 
 @pytest.mark.slow
-def test_tasks_are_children_with_tensorflow_imported_and_only_their_own_files_open(
-    tmp_path: Path,
-) -> None:
+def test_tasks_are_children_with_tensorflow_and_only_their_own_files_open(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(CONFIG)
     ended = run_python("-c", PROGRAM, str(tmp_path))
     assert ended.stdout == "passed\n", ended.stderr
@@ -157,6 +150,17 @@ with ForkServer("label", setup=["task:set_up"], preload=["wave"]) as server:
 """
 
 
+SPAWN_WITHOUT_A_MODULE = """
+from trainer.local.fork_server import ForkServer
+
+with ForkServer("label", preload=["no_such_module"]) as server:
+    try:
+        server.spawn("os:getpid", "name", [], {}, {})
+    except OSError as error:
+        print(error)
+"""
+
+
 def test_target_is_called_after_setup_and_preload(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TARGET)
     ended = run_python("-c", SPAWN, PYTHONPATH=f"{ROOT}:{tmp_path}")
@@ -166,15 +170,7 @@ def test_target_is_called_after_setup_and_preload(tmp_path: Path) -> None:
 
 
 def test_module_that_cannot_be_imported_is_an_error_of_the_caller() -> None:
-    program = (
-        "from trainer.local.fork_server import ForkServer\n"
-        "with ForkServer('label', preload=['no_such_module']) as server:\n"
-        "    try:\n"
-        "        server.spawn('os:getpid', 'name', [], {}, {})\n"
-        "    except OSError as error:\n"
-        "        print(error)\n"
-    )
-    ended = run_python("-c", program)
+    ended = run_python("-c", SPAWN_WITHOUT_A_MODULE)
     assert ended.stdout == "the fork server has ended\n", ended.stderr
     assert "No module named 'no_such_module'" in ended.stderr
 

@@ -9,13 +9,7 @@ import tensorflow as tf
 
 from data.order import replica_lanes
 from strategies.position import Position, Reached
-from strategies.ps.former_rounds import (
-    Rounds,
-    kept_values,
-    position_of,
-    stored_rounds,
-    values_at,
-)
+from strategies.ps.former_rounds import Rounds, kept_values, position_of, stored_rounds, values_at
 from strategies.ps.former_state import FormerState, FormerVariable, NamedTensors
 from strategies.ps.former_tickets import (
     DROPPED,
@@ -134,10 +128,14 @@ def test_server_that_began_a_step_which_was_not_counted_has_the_values_before(ch
     ("step", "marks", "stored_step"),
     [(7, (7, 9), 7), (7, (6, 7), 7), (8, (8, 8), 7), (7, (8, 8), 8)],
 )
-def test_variables_of_no_complete_step_are_not_used(
-    step: int, marks: tuple[int, int], stored_step: int
-) -> None:
+def test_incomplete_step_is_not_used(step: int, marks: tuple[int, int], stored_step: int) -> None:
     assert settled(synchronous(step, marks, stored_step)) is None
+
+
+def test_state_of_a_lost_server_is_not_used() -> None:
+    state = synchronous(7, (7, 7), 7)
+    lost = [v if v.device == DEVICES[0] else v._replace(handle=None) for v in state.variables]
+    assert settled(FormerState(lost, state.facts)) is None
 
 
 def test_single_server_in_the_middle_of_a_step_is_not_used() -> None:
@@ -157,13 +155,8 @@ def test_log_of_applied_gradients_gives_position_and_counts() -> None:
     log = np.tile(np.array([EMPTY_ROW], np.int64), [LOG_ROWS, 1])
     first = LOG_ROWS - 2  # Places begin anew.
     # Worker 1 died with `first + 1`; `first - 5` was open, `first - 1` is of the call before.
-    for batch, worker, age in (
-        (first, 0, 0),
-        (first + 2, 0, 3),
-        (first - 5, 1, 1),
-        (first - 1, 1, 0),
-    ):
-        log[int(log_place(tf.constant(batch, tf.int64))[0])] = (batch, worker, age)
+    for row in ((first, 0, 0), (first + 2, 0, 3), (first - 5, 1, 1), (first - 1, 1, 0)):
+        log[int(log_place(tf.constant(row[0], tf.int64))[0])] = row
     ages = {"worker 0": {0: 4, DROPPED: 1}, "worker 1": {2: 6}}
     store_handed_out(DEVICES[0], HandedOut(first, (first - 6, first - 5), 10, ages))
     facts = {
@@ -184,26 +177,28 @@ def test_log_of_applied_gradients_gives_position_and_counts() -> None:
     assert reached is not None
     open_batches = ((first - 6, 0, 3), (first + 1, 0, 3))
     assert (reached.step, reached.position) == (114, Position(first + 3, open_batches, ()))
-    counts = reached.counts
-    assert counts["worker_steps"] == {"worker 0": 6, "worker 1": 8}
-    assert counts["worker_dropped"] == {"worker 0": 1, "worker 1": 0}
-    assert counts["worker_repeated"] == {"worker 0": 0, "worker 1": 1}
-    assert counts["staleness"] == {"worker 0": {0: 5, 3: 1}, "worker 1": {1: 1, 2: 6}}
-    assert counts["batches"] == {"handed_out": 14, "finished": 14, "repeated": 1}
+    assert reached.counts == {
+        "worker_steps": {"worker 0": 6, "worker 1": 8},
+        "worker_examples": {"worker 0": 48, "worker 1": 64},
+        "worker_dropped": {"worker 0": 1, "worker 1": 0},
+        "worker_repeated": {"worker 0": 0, "worker 1": 1},
+        "staleness": {"worker 0": {0: 5, 3: 1}, "worker 1": {1: 1, 2: 6}},
+        "batches": {"handed_out": 14, "finished": 14, "repeated": 1},
+    }
 
 
-def test_state_of_a_lost_server_is_not_used() -> None:
-    state = synchronous(7, (7, 7), 7)
-    variables = [v if v.device == DEVICES[0] else v._replace(handle=None) for v in state.variables]
-    assert settled(FormerState(variables, state.facts)) is None
+def begun(saved: list[tf.Variable]) -> tuple[Standby, FormerState]:
+    standby = Standby(DEVICES)
+    standby.clear()
+    standby.begin(saved)
+    return standby, former({"num_saved": len(saved)}, saved)
 
 
 def copied(standby: Standby, step: int, weights: list[tf.Variable]) -> Reached:
     for weight in weights:
         weight.assign(10.0 * step * tf.ones_like(weight))
-    reached = Reached(
-        step, Position(step, ((1, 0, 1),), (2,)), {"worker_steps": {"worker 0": step}}
-    )
+    counts = {"worker_steps": {"worker 0": step}}
+    reached = Reached(step, Position(step, ((1, 0, 1),), (2,)), counts)
     standby.copy(reached)
     return reached
 
@@ -211,11 +206,7 @@ def copied(standby: Standby, step: int, weights: list[tf.Variable]) -> Reached:
 def test_copy_on_the_other_server_is_found_when_a_server_has_lost_its_own() -> None:
     counted = variable(np.int64(5))
     weights = [variable(1.0), variable([2.0, 3.0], DEVICES[1])]
-    saved = [counted, *weights]
-    state = former({"num_saved": 3}, saved)
-    standby = Standby(DEVICES)
-    standby.clear()
-    standby.begin(saved)
+    standby, state = begun([counted, *weights])
     assert standby.find(state) is None
     copied(standby, 5, weights)
     expected = copied(standby, 6, weights)
@@ -243,10 +234,7 @@ def test_copy_on_the_other_server_is_found_when_a_server_has_lost_its_own() -> N
 def test_copy_that_is_not_complete_is_not_used() -> None:
     """The chief dies after one server has kept its values, and before the record is written."""
     weights = [variable(1.0), variable(2.0, DEVICES[1])]
-    state = former({"num_saved": 2}, weights)
-    standby = Standby(DEVICES)
-    standby.clear()
-    standby.begin(weights)
+    standby, state = begun(weights)
     complete = copied(standby, 3, weights)
     standby.wait()
     for weight in weights:

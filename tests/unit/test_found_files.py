@@ -1,6 +1,7 @@
 """Tables and pictures as people find them: gaps, other separators, no header, compressed, cut."""
 
 import gzip
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from data.example_features import read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv, folder, idx
 from data.system.files import DataError, shown
-from tests.unit.test_prepare import run, write_idx
+from tests.unit.test_prepare import digest, run, write_idx
 from tests.unit.test_prepare_advice import PNG
 from tests.unit.test_sources import images_of, parsed, write_cifar10, write_folder
 
@@ -24,7 +25,7 @@ def write_splits(directory: Path, train: str, test: str) -> Path:
     return directory
 
 
-NONE = Options()
+NONE, NO_HEADER = Options(), Options(header=False)
 GAPS = "age,height,name,label\n1,1.5,x,a\nNA,2.5,,b\n3,,NA,a\n4,?,y,\n5,5.5,z,b\n"
 
 
@@ -85,23 +86,13 @@ def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
     ("content", "options", "wanted", "note"),
     [
         # An index of pandas; separators at the end of lines; the first line that Excel wants.
-        (
-            ",x,y\n0,5,a\n1,6,b\n",
-            NONE,
-            {"x": [5, 6], "y": "ab"},
-            "first column has no name",
-        ),
+        (",x,y\n0,5,a\n1,6,b\n", NONE, {"x": [5, 6], "y": "ab"}, "first column has no name"),
         (",x\na,5\nb,6\n", NONE, {"column_0": "ab", "x": [5, 6]}, "has no name, and is called"),
         (",x\n7,5\n8,6\n", Options(integer="column_0"), {"column_0": [7, 8], "x": [5, 6]}, ""),
         ("x,,z\n5,1,6\n", NONE, {"x": [5], "column_1": [1], "z": [6]}, "is called column_1"),
         ("x,y,\n5,1,\n6,,\n", Options(missing="0"), {"x": [5, 6], "y": [1, 0]}, "column_2 has no"),
         ("x,y\n5,1,\n6,2,,\n", NONE, {"x": [5, 6], "y": [1, 2]}, ""),
-        (
-            "5,1,\n6,2,\n",
-            Options(header=False),
-            {"column_0": [5, 6], "column_1": [1, 2]},
-            "left out",
-        ),
+        ("5,1,\n6,2,\n", NO_HEADER, {"column_0": [5, 6], "column_1": [1, 2]}, "left out"),
         ("sep=;\r\nx;y\r\n5;1,a\r\n", NONE, {"x": [5], "y": ["1,a"]}, ""),
         ('"sep=|"\nx|y\n5|1\n', NONE, {"x": [5], "y": [1]}, ""),
         # Separators.
@@ -123,12 +114,7 @@ def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
         ("x,y\n5,é\n".encode("latin-1"), Options(encoding="latin-1"), {"x": [5], "y": "é"}, ""),
         ("x,y\n5,é\n".encode("utf-8-sig"), Options(encoding="utf8"), {"x": [5], "y": "é"}, ""),
         (gzip.compress(b"x,y\n5,a\n", mtime=0), NONE, {"x": [5], "y": "a"}, ""),
-        (
-            gzip.compress(b"1;2.5\n4;5\n", mtime=0),
-            Options(header=False),
-            {"column_0": [1, 4], "column_1": [2.5, 5.0]},
-            "",
-        ),
+        (gzip.compress(b"1;5\n", mtime=0), NO_HEADER, {"column_0": [1], "column_1": [5]}, ""),
         # Types.
         ("x,y\n1.0,3\n007,4\n", Options(integer="x"), {"x": [1, 7], "y": [3, 4]}, ""),
         ("x,y\n2e3,3\n1,4\n", Options(integer="x,y"), {"x": [2000, 1], "y": [3, 4]}, ""),
@@ -224,10 +210,7 @@ def test_folder_is_read_as_it_is_found(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {"train/a/x.txt": b"caf\xe9", "test/a/y.txt": b""},
-            "x.txt is not UTF-8: .* iconv -f LATIN1",
-        ),
+        ({"train/a/x.txt": b"caf\xe9", "test/a/y.txt": b""}, "not UTF-8: .* iconv -f LATIN1"),
         ({"a/x.png": PNG, "b/y.txt": b""}, "b has no images: fill it, or remove it"),
         ({"a/x.png": PNG, "a/y.mp4": b""}, r"y\.mp4 is not one of \.png"),
         ({"train/a/x.png": PNG, "Train/a/x.png": PNG}, "are both split 'train'. Move one away"),
@@ -240,9 +223,7 @@ def test_folder_is_read_as_it_is_found(
         ({"train/a/x.png": PNG, "test/b/x.png": PNG}, "class 'b', which train does not have"),
     ],
 )
-def test_wrong_file_in_a_folder_is_named(
-    files: dict[str, bytes], message: str, tmp_path: Path
-) -> None:
+def test_wrong_files_are_named(files: dict[str, bytes], message: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     write_folder(tmp_path / "source", files)
     with pytest.raises(DataError, match=message):
@@ -273,11 +254,11 @@ def test_compressed_files_of_cifar_give_the_same_data_set(tmp_path: Path) -> Non
     for path in (tmp_path / "plain").iterdir():
         content = gzip.compress(path.read_bytes())
         (tmp_path / "compressed" / f"{path.name}.gz").write_bytes(content)
+    found = []
     for name in ("plain", "compressed"):
         prepare("cifar10", str(tmp_path / f"out-{name}"), str(tmp_path / name))
-    for name in ("cifar10-train.tfrecord-00000-of-00001", "label.labels.txt"):
-        plain, compressed = (tmp_path / f"out-{x}" / name for x in ("plain", "compressed"))
-        assert plain.read_bytes() == compressed.read_bytes()
+        found.append(digest(tmp_path / f"out-{name}"))
+    assert found[0] == found[1]
 
 
 def test_incomplete_cifar_is_taken_if_that_is_asked_for(tmp_path: Path) -> None:
@@ -301,17 +282,13 @@ def test_incomplete_cifar_is_taken_if_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_archive_of_cifar_is_answered_with_the_command_that_unpacks_it(tmp_path: Path) -> None:
-    import tarfile
-
     with tarfile.open(tmp_path / "cifar.tar.gz", "w:gz"):
         pass
     with pytest.raises(DataError, match=r"tar -xf .*cifar\.tar\.gz"):
         prepare("cifar10", str(tmp_path / "out"), str(tmp_path / "cifar.tar.gz"))
 
 
-def test_paths_below_the_working_directory_are_shown_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_here_are_shown_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert shown(str(tmp_path / "runs" / "a")) == "runs/a"
     assert shown("runs/a") == "runs/a"

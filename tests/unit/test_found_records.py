@@ -1,12 +1,13 @@
 """TFRecord files as people find them: other names, compressed, with headers that claim too much."""
 
+import contextlib
 import dataclasses
 import gzip
 import re
 import shlex
 import tracemalloc
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import google_crc32c
@@ -20,6 +21,9 @@ from data.tfrecord import split as records
 from data.tfrecord.crc import framed, stored
 from data.tfrecord.damage import verify
 from data.tfrecord.framing import BadRecord, compression_of, read_records
+from tests.unit.test_sources import write_folder
+from tests.unit.test_split import contents as contents_of
+from tests.unit.test_split import fail
 from trainer.predict.records import is_records
 
 RECORDS = [bytes([i]) * (i % 7) for i in range(40)]
@@ -31,32 +35,20 @@ def raw_deflate(content: bytes) -> bytes:
     return packer.compress(content) + packer.flush()
 
 
-def make(directory: Path, files: Mapping[str, bytes]) -> Path:
-    for name, content in files.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(content)
-    return directory
-
-
 def contents(directory: Path | str, split: str) -> list[bytes]:
-    opened = records.open_split(str(directory), split)
-    return [
-        record
-        for shard in opened.shards
-        for record in read_records(shard.path, 0, shard.num_bytes, 0)
-    ]
+    return contents_of(records.open_split(str(directory), split))
 
 
 def typed_options(message: str) -> dict[str, str]:
     """The options of the command in a refusal."""
-    words = shlex.split(message.partition("python -m data.prepare ")[2])
-    return dict(word.removeprefix("--").split("=", 1) for word in words[1:])
+    name, *words = shlex.split(message.partition("python -m data.prepare ")[2])
+    assert name == "rewrite"
+    return dict(word.removeprefix("--").split("=", 1) for word in words)
 
 
-def refusal(directory: Path, split: str = "train") -> str:
-    with pytest.raises(DataError) as caught:
-        records.open_split(str(directory), split)
-    return str(caught.value)
+def rewrite(given: dict[str, str]) -> None:
+    splits = Options(splits=given.get("splits", ""))
+    prepare("rewrite", given["data_dir"], given["source"], splits)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +62,16 @@ def refusal(directory: Path, split: str = "train") -> str:
         ("train/data-00000-of-00001", "test/x.tfrecords"),
     ],
 )
-def test_files_and_directories_of_splits_are_read_in_place(
-    train: str, test: str, tmp_path: Path
-) -> None:
+def test_files_of_splits_are_read_in_place(train: str, test: str, tmp_path: Path) -> None:
     others = dict.fromkeys(("a.json", "train/a.json", "train/_SUCCESS", "train/.part.crc"), b"{}")
-    make(tmp_path, {**others, train: PLAIN, test: PLAIN + framed(b"more")})
+    write_folder(tmp_path, {**others, train: PLAIN, test: PLAIN + framed(b"more")})
     assert names.splits_in(str(tmp_path)) == ["test", "train"]
     for _ in ("reads the headers", "reads the index"):
         assert contents(tmp_path, "train") == RECORDS
         assert contents(tmp_path, "test") == [*RECORDS, b"more"]
     made = {path.name for path in tmp_path.rglob("*index*")}
     assert made == {".train.index.npz", ".test.index.npz"}
-    assert "--config.data.eval_split=test" in refusal(tmp_path, "val")
+    assert "--config.data.eval_split=test" in fail(tmp_path, "val")
 
 
 @pytest.mark.parametrize(
@@ -92,11 +82,9 @@ def test_files_and_directories_of_splits_are_read_in_place(
         (["train.tfrecord-00001-of-00002"], "python -m data.prepare NAME --data_dir=OTHER_DIR"),
     ],
 )
-def test_refusal_says_what_is_missing_and_what_to_type(
-    files: list[str], said: str, tmp_path: Path
-) -> None:
-    make(tmp_path, dict.fromkeys(files, PLAIN))
-    assert re.search(said.format(tmp_path), refusal(tmp_path))
+def test_refusal_says_what_to_do(files: list[str], said: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, dict.fromkeys(files, PLAIN))
+    assert re.search(said.format(tmp_path), fail(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -112,15 +100,15 @@ def test_files_without_a_split_are_rewritten_by_the_command_in_the_refusal(
     files: dict[str, list[bytes]], tmp_path: Path
 ) -> None:
     made = {name: b"".join(map(framed, part)) for name, part in files.items()}
-    make(tmp_path / "in", {**made, "_SUCCESS": b"", "deeper/x": b""})
-    given = typed_options(refusal(tmp_path / "in"))
+    write_folder(tmp_path / "in", {**made, "_SUCCESS": b"", "deeper/x": b""})
+    given = typed_options(fail(tmp_path / "in"))
     for _ in ("writes", "is done already"):
-        prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
+        rewrite(given)
     assert contents(given["data_dir"], "train") + contents(given["data_dir"], "test") == RECORDS
     assert names.splits_in(given["data_dir"]) == ["test", "train"]
-    make(tmp_path / "in", {next(iter(made)): PLAIN})
+    write_folder(tmp_path / "in", {next(iter(made)): PLAIN})
     with pytest.raises(DataError, match="is now"):
-        prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
+        rewrite(given)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +120,11 @@ def test_files_without_a_split_are_rewritten_by_the_command_in_the_refusal(
         ("x-a", "x-VALID-a"),
     ],
 )
-def test_command_in_the_refusal_takes_the_words_in_the_names(
-    train: str, test: str, tmp_path: Path
-) -> None:
-    make(tmp_path / "in", {train: PLAIN, test: framed(b"test")})
-    message = refusal(tmp_path / "in")
+def test_refusal_takes_the_words_in_the_names(train: str, test: str, tmp_path: Path) -> None:
+    write_folder(tmp_path / "in", {train: PLAIN, test: framed(b"test")})
+    message = fail(tmp_path / "in")
     given = typed_options(message)
-    prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
+    rewrite(given)
     assert contents(given["data_dir"], "train") == RECORDS
     assert contents(given["data_dir"], "test") == [b"test"]
     for option, name in (("train_split", train), ("eval_split", test)):
@@ -157,7 +143,9 @@ def test_command_in_the_refusal_takes_the_words_in_the_names(
     ],
 )
 def test_patterns_that_cannot_be_are_refused(splits: str, message: str, tmp_path: Path) -> None:
-    make(tmp_path / "in", {"part-0": PLAIN, "part-1": PLAIN, "a.txt": b"This is some text."})
+    write_folder(
+        tmp_path / "in", {"part-0": PLAIN, "part-1": PLAIN, "a.txt": b"This is some text."}
+    )
     with pytest.raises(DataError, match=message):
         prepare("rewrite", str(tmp_path / "out"), str(tmp_path / "in"), Options(splits=splits))
     assert not (tmp_path / "out").exists()
@@ -180,9 +168,7 @@ def test_patterns_that_cannot_be_are_refused(splits: str, message: str, tmp_path
         (b"\x78\x9c" + PLAIN[2:], None),
     ],
 )
-def test_compression_is_known_by_the_first_bytes(
-    content: bytes, expected: str | None, tmp_path: Path
-) -> None:
+def test_first_bytes_tell_compression(content: bytes, expected: str | None, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(content)
     assert compression_of(str(tmp_path / "a")) == expected
 
@@ -193,18 +179,18 @@ def test_compressed_files_are_rewritten_by_the_command_in_the_refusal(
     compress: Callable[[bytes], bytes], where: str, tmp_path: Path
 ) -> None:
     source = tmp_path / "in"
-    make(source, {where.format(split): compress(PLAIN) for split in ("train", "test")})
-    message = refusal(source)
+    write_folder(source, {where.format(split): compress(PLAIN) for split in ("train", "test")})
+    message = fail(source)
     assert "is compressed (" in message
-    typed = shlex.split(message.partition("python -m data.prepare ")[2])
-    assert typed == ["rewrite", f"--source={source}", f"--data_dir={source}-plain"]
-    prepare("rewrite", f"{source}-plain", str(source))
+    given = typed_options(message)
+    assert given == {"source": str(source), "data_dir": f"{source}-plain"}
+    rewrite(given)
     for split in ("train", "test"):
-        assert contents(f"{source}-plain", split) == RECORDS
+        assert contents(given["data_dir"], split) == RECORDS
 
 
 def test_index_without_a_dot_of_an_earlier_version_is_read_and_left(tmp_path: Path) -> None:
-    make(tmp_path, {"train.tfrecord": PLAIN})
+    write_folder(tmp_path, {"train.tfrecord": PLAIN})
     first = records.open_split(str(tmp_path), "train")
     (hidden,) = tmp_path.glob(".train.index.npz")
     former = hidden.rename(tmp_path / "train.index.npz")
@@ -217,24 +203,12 @@ def test_index_without_a_dot_of_an_earlier_version_is_read_and_left(tmp_path: Pa
     assert not hidden.exists()
     # Of other files, it is neither used nor removed.
     (tmp_path / "train.tfrecord").rename(tmp_path / "train.tfrec")
-    make(tmp_path, {"train.tfrec": PLAIN + PLAIN})
+    write_folder(tmp_path, {"train.tfrec": PLAIN + PLAIN})
     for _ in ("writes a new one", "reads it"):
         assert records.open_split(str(tmp_path), "train").num_examples == 2 * len(RECORDS)
-    assert hidden.exists()
+    assert names.saved_path(str(tmp_path), "train", names.INDEX) == str(hidden)
     assert former.stat().st_mtime_ns == before
     assert names.splits_in(str(tmp_path), lost_too=True) == ["train"]
-
-
-@pytest.mark.parametrize(
-    ("names_there", "expected"),
-    [([], ".a"), (["a"], "a"), ([".a"], ".a"), (["a", ".a"], ".a")],
-)
-@pytest.mark.parametrize("suffix", [names.INDEX, names.DAMAGE])
-def test_hidden_file_goes_before_one_of_an_earlier_version(
-    names_there: list[str], expected: str, suffix: str, tmp_path: Path
-) -> None:
-    make(tmp_path, dict.fromkeys((f"{name}{suffix}" for name in names_there), b""))
-    assert names.saved_path(str(tmp_path), "a", suffix) == str(tmp_path / f"{expected}{suffix}")
 
 
 @pytest.mark.parametrize(
@@ -248,10 +222,10 @@ def test_hidden_file_goes_before_one_of_an_earlier_version(
         ("folder/x.png", b"\x89PNG", False),
     ],
 )
-def test_input_of_predictions_is_known_by_its_first_bytes(
+def test_first_bytes_tell_records(
     name: str, content: bytes, expected: bool, tmp_path: Path
 ) -> None:
-    make(tmp_path, {name: content})
+    write_folder(tmp_path, {name: content})
     assert is_records(str(tmp_path / name.partition("/")[0])) == expected
 
 
@@ -266,13 +240,20 @@ def sparse_file(directory: Path, before: int, num_bytes: int, after: int = 0) ->
         file.write(b"".join(map(framed, RECORDS[:after])))
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (13, 0), (13, 7)])
-def test_record_that_claims_4_gb_is_refused_without_memory_for_it(
-    before: int, after: int, tmp_path: Path
-) -> None:
-    sparse_file(tmp_path, before, 4 << 30, after)
+@contextlib.contextmanager
+def memory_below(num_bytes: int) -> Iterator[None]:
     tracemalloc.start()
     try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (13, 0), (13, 7)])
+def test_record_that_claims_4_gb_takes_no_memory(before: int, after: int, tmp_path: Path) -> None:
+    sparse_file(tmp_path, before, 4 << 30, after)
+    with memory_below(8 << 20):
         split = records.open_split(str(tmp_path), "train")
         (shard,) = split.shards
         many = records.shard_of(shard.path, shard.num_bytes, shard.offsets, 8)
@@ -283,20 +264,13 @@ def test_record_that_claims_4_gb_is_refused_without_memory_for_it(
             assert f"train.tfrecord: record {before} at byte {shard.offsets[before]} " in message
             typed = message.partition("--config.data.max_record_bytes=")[2].partition(".")[0]
             records.check_record_bytes(opened, int(typed))
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    finally:
-        tracemalloc.stop()
 
 
 def test_long_record_is_verified_without_memory_for_it(tmp_path: Path) -> None:
     sparse_file(tmp_path, 5, 64 << 20, 9)
     split = records.open_split(str(tmp_path), "train")
-    tracemalloc.start()
-    try:
+    with memory_below(8 << 20):
         [found] = verify(split)
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    finally:
-        tracemalloc.stop()
     assert (found.record, found.reason) == (5, "the data does not fit its CRC")
 
 

@@ -1,6 +1,7 @@
 """Every second of every task has one cause, also where processes were killed or stopped."""
 
 import datetime
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import pytest
 from data.system.stopwatch import CAUSES, SERVING, Stopwatch
 from strategies.metrics import Metrics
 from trainer.run_record import recorder as recorder_module
-from trainer.run_record.goodput import TaskTime, goodput, total
+from trainer.run_record.goodput import goodput, total
 from trainer.run_record.recorder import LINE_BYTES, Recorder
 
 BEGAN = 1_800_000_000.0
@@ -63,9 +64,14 @@ def steps(first: int, last: int, **seconds: float) -> Mapping[str, object]:
     return {"begins": 1, "first_step": first, "step": last, "seconds": named}
 
 
-def of(tasks: list[TaskTime], name: str) -> dict[str, float]:
+def write_restart(run: Path, **restart: object) -> None:
+    """And a damaged line behind it."""
+    (run / "tasks" / "restarts.jsonl").write_text(json.dumps(restart) + "\n{damaged")
+
+
+def found(run: Path, name: str = "worker-0") -> dict[str, float]:
     """The causes of a task that took time."""
-    (task,) = [task for task in tasks if task.name == name]
+    (task,) = [task for task in goodput(str(run)) if task.name == name]
     assert set(task.seconds) == set(CAUSES)
     return {cause: round(value, 3) for cause, value in task.seconds.items() if round(value, 3)}
 
@@ -150,8 +156,7 @@ def test_recorder_survives_a_deleted_file_and_a_damaged_line(tmp_path: Path) -> 
     with Recorder(str(tmp_path), "worker-0") as recorder:
         recorder.open()
         recorder.begin(0)
-    (task,) = goodput(str(tmp_path))
-    assert len(task.starts) == 1
+    assert len(goodput(str(tmp_path))[0].starts) == 1
     with Recorder(str(tmp_path), "worker-0") as recorder:
         recorder.open()
         path.unlink()
@@ -172,10 +177,8 @@ def test_time_between_processes_is_dead_and_repeated_steps_are_lost(tmp_path: Pa
     second = [steps(150, 200, start=3.0, compute=6.0), steps(150, 300, start=3.0, compute=18.0)]
     write_process(tmp_path, 8, 30.0, second, ended=True)
 
-    tasks = goodput(str(tmp_path))
-
     # Steps 150 to 200 are half of what the first process did between its last two lines.
-    assert of(tasks, "worker-0") == {
+    assert found(tmp_path) == {
         "start": 7.0,
         "compute": 10.0 + 5.5 + 18.0,
         "input wait": 0.5,
@@ -183,12 +186,11 @@ def test_time_between_processes_is_dead_and_repeated_steps_are_lost(tmp_path: Pa
         "lost steps": 6.0,
         "dead": 3.0,
     }
-    assert tasks[0].total_secs == pytest.approx(51.0)
-    assert tasks[0].starts == [BEGAN, BEGAN + 30.0]
-    assert tasks[0].goodput == pytest.approx(33.5 / 51.0)
-    ends = [piece.end for piece in tasks[0].pieces]
-    begins = [piece.begin for piece in tasks[0].pieces]
-    assert begins[1:] == ends[:-1]
+    (task,) = goodput(str(tmp_path))
+    assert task.total_secs == pytest.approx(51.0)
+    assert task.starts == [BEGAN, BEGAN + 30.0]
+    assert task.goodput == pytest.approx(33.5 / 51.0)
+    assert all(one.end == next_one.begin for one, next_one in itertools.pairwise(task.pieces))
 
 
 def test_time_of_a_process_that_was_killed_before_it_wrote_is_dead(tmp_path: Path) -> None:
@@ -196,27 +198,9 @@ def test_time_of_a_process_that_was_killed_before_it_wrote_is_dead(tmp_path: Pat
     began = datetime.datetime.fromtimestamp(BEGAN - 3.0).astimezone().isoformat(timespec="seconds")
     log = tmp_path / "tasks" / "worker-0.log"
     log.write_text(f"=== worker 0, start 1, process 7, {began}\nmore\n")
-    assert of(goodput(str(tmp_path)), "worker-0") == {"dead": 3.0, "start": 2.0, "compute": 6.0}
+    assert found(tmp_path) == {"dead": 3.0, "start": 2.0, "compute": 6.0}
     log.write_text(f"=== worker 0, start 1, process 8, {began}\n")
-    assert of(goodput(str(tmp_path)), "worker-0") == {"start": 2.0, "compute": 6.0}
-
-
-def test_second_death_at_the_same_checkpoint_loses_no_time_twice(tmp_path: Path) -> None:
-    write_process(tmp_path, 7, 0.0, [steps(0, 100, compute=10.0)])
-    write_process(tmp_path, 8, 10.0, [steps(50, 50, start=2.0, compute=1.0)])
-    write_process(tmp_path, 9, 13.0, [steps(50, 100, start=2.0, compute=5.0)], ended=True)
-    found = of(goodput(str(tmp_path)), "worker-0")
-    assert found == {"compute": 10.0, "lost steps": 6.0, "start": 4.0}
-
-
-def test_training_that_goes_back_after_a_nan_loses_its_steps(tmp_path: Path) -> None:
-    lines = [
-        steps(0, 100, compute=10.0),
-        {**steps(50, 80, compute=16.0), "begins": 2},
-        {**steps(50, 200, compute=30.0), "begins": 2},
-    ]
-    write_process(tmp_path, 7, 0.0, lines, ended=True)
-    assert of(goodput(str(tmp_path)), "worker-0") == {"compute": 25.0, "lost steps": 5.0}
+    assert found(tmp_path) == {"start": 2.0, "compute": 6.0}
 
 
 def test_stopped_process_was_stalled_until_the_launcher_ended_it(tmp_path: Path) -> None:
@@ -224,35 +208,40 @@ def test_stopped_process_was_stalled_until_the_launcher_ended_it(tmp_path: Path)
         task, second = f"worker-{index}", [steps(90, 99, start=5.0)]
         write_process(tmp_path, 10 + index, 0.0, [steps(0, 90, compute=last)], task=task)
         write_process(tmp_path, 20 + index, 60.0, second, task=task, ended=True)
-    restart = {
-        "started_again": ["worker 0", "worker 1"],
-        "task": "worker 1",
-        "process": 11,
-        "seconds": 50.0,
-        "why": "unresponsive for 30 s (--stall_timeout_secs)",
-    }
-    (tmp_path / "tasks" / "restarts.jsonl").write_text(json.dumps(restart) + "\n{damaged")
-    found = goodput(str(tmp_path))
-    assert of(found, "worker-0") == {"compute": 50.0, "dead": 10.0, "start": 5.0}
-    assert of(found, "worker-1") == {"compute": 20.0, "stalled": 30.0, "dead": 10.0, "start": 5.0}
+    both, why = ["worker 0", "worker 1"], "unresponsive for 30 s (--stall_timeout_secs)"
+    write_restart(tmp_path, started_again=both, task=both[1], process=11, seconds=50.0, why=why)
+    expected = {"compute": 20.0, "stalled": 30.0, "dead": 10.0, "start": 5.0}
+    assert found(tmp_path, "worker-0") == {"compute": 50.0, "dead": 10.0, "start": 5.0}
+    assert found(tmp_path, "worker-1") == expected
+
+
+def test_second_death_at_the_same_checkpoint_loses_no_time_twice(tmp_path: Path) -> None:
+    write_process(tmp_path, 7, 0.0, [steps(0, 100, compute=10.0)])
+    write_process(tmp_path, 8, 10.0, [steps(50, 50, start=2.0, compute=1.0)])
+    write_process(tmp_path, 9, 13.0, [steps(50, 100, start=2.0, compute=5.0)], ended=True)
+    assert found(tmp_path) == {"compute": 10.0, "lost steps": 6.0, "start": 4.0}
+
+
+def test_training_that_goes_back_after_a_nan_loses_its_steps(tmp_path: Path) -> None:
+    later = [{**steps(50, to, compute=secs), "begins": 2} for to, secs in ((80, 16.0), (200, 30.0))]
+    write_process(tmp_path, 7, 0.0, [steps(0, 100, compute=10.0), *later], ended=True)
+    assert found(tmp_path) == {"compute": 25.0, "lost steps": 5.0}
 
 
 def test_time_from_the_last_line_to_a_known_death_has_the_last_cause(tmp_path: Path) -> None:
     lines = [{**steps(0, 90, compute=20.0, checkpoint=1.0), "cause": "checkpoint"}]
     write_process(tmp_path, 10, 0.0, lines)
     write_process(tmp_path, 20, 24.0, [steps(95, 99, start=5.0)], ended=True)
-    restart = {"started_again": ["worker 0"], "process": 10, "seconds": 22.5}
-    (tmp_path / "tasks" / "restarts.jsonl").write_text(json.dumps(restart) + "\n")
-    found = of(goodput(str(tmp_path)), "worker-0")
-    assert found == {"compute": 20.0, "checkpoint": 2.5, "dead": 1.5, "start": 5.0}
+    write_restart(tmp_path, started_again=["worker 0"], process=10, seconds=22.5)
+    expected = {"compute": 20.0, "checkpoint": 2.5, "dead": 1.5, "start": 5.0}
+    assert found(tmp_path) == expected
 
 
 def test_task_that_died_for_good_is_dead_to_the_end_of_the_run(tmp_path: Path) -> None:
     write_process(tmp_path, 1, 0.0, [steps(0, 9, compute=60.0)], task="chief-0")
     lines = [{"seconds": {"start": 2.0, SERVING: 18.0}, "begins": 1, "cause": SERVING}]
     write_process(tmp_path, 2, 0.0, lines, task="worker-0")
-    found = goodput(str(tmp_path))
-    assert of(found, "worker-0") == {"start": 2.0, "compute": 18.0, "dead": 40.0}
+    assert found(tmp_path) == {"start": 2.0, "compute": 18.0, "dead": 40.0}
 
 
 def test_server_did_what_the_chief_did_meanwhile(tmp_path: Path) -> None:
@@ -270,9 +259,6 @@ def test_server_did_what_the_chief_did_meanwhile(tmp_path: Path) -> None:
         {"seconds": {"start": 3.0, SERVING: 52.0, "stalled": 5.0}, "begins": 1},
     ]
     write_process(tmp_path, 3, 0.0, servers, task="ps-0", ended=True)
-    found = goodput(str(tmp_path))
-    of_ps = next(task for task in found if task.name == "ps-0")
-    assert of_ps.total_secs == pytest.approx(60.0)
     served = 52.0 / 57.0  # The part of the time after the start in which it was not stopped.
     expected = {
         "start": 3.0 + served * (7.0 + 5.0),
@@ -282,7 +268,7 @@ def test_server_did_what_the_chief_did_meanwhile(tmp_path: Path) -> None:
         "dead": served * 10.0,
         "stalled": 5.0,
     }
-    assert of(found, "ps-0") == pytest.approx(expected, abs=0.002)
-    summed = total(found)
+    assert found(tmp_path, "ps-0") == pytest.approx(expected, abs=0.002)
+    summed = total(goodput(str(tmp_path)))
     assert sum(summed.values()) == pytest.approx(120.0)
     assert summed["stalled"] == pytest.approx(5.0)

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from data.system.errors import UsageError
 from strategies import gpus
-from strategies.cluster.gpus import choose_gpus, gpus_of_host
+from strategies.cluster.gpus import choose_gpus
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.gpus import capability_note, memory_limits
 from strategies.transfer import Transfer
@@ -28,13 +28,7 @@ OF_SLURM = {"SLURM_PROCID": "1"}
         (MULTIWORKER, "worker-1", "2,3", {**OF_SLURM, "SLURM_GPU_BIND": "none"}, "3"),
         # Slurm has chosen for each task.
         (MULTIWORKER, "worker-1", "2,3", {**OF_SLURM, "SLURM_GPUS_PER_TASK": "2"}, "2,3"),
-        (
-            MULTIWORKER,
-            "worker-1",
-            "2,3",
-            {**OF_SLURM, "SLURM_TRES_PER_TASK": "cpu=8,gres/gpu:2"},
-            "2,3",
-        ),
+        (MULTIWORKER, "worker-1", "2,3", {**OF_SLURM, "SLURM_TRES_PER_TASK": "gres/gpu:2"}, "2,3"),
         (MULTIWORKER, "worker-1", "2,3", {**OF_SLURM, "SLURM_GPU_BIND": "closest"}, "2,3"),
         # A user's list for this task.
         (MULTIWORKER, "worker-1", "2,3", {}, "2,3"),
@@ -100,9 +94,7 @@ def test_type_that_nccl_does_not_sum_is_refused(communication: str) -> None:
         (None, ""),  # Unknown: AMD, for example.
     ],
 )
-def test_gpu_that_this_tensorflow_does_not_know_is_named(
-    found: tuple[int, int] | None, note: str
-) -> None:
+def test_gpu_unknown_to_tensorflow_is_named(found: tuple[int, int] | None, note: str) -> None:
     built = tf.sysconfig.get_build_info()["cuda_compute_capabilities"]
     said = capability_note(found, [*built, "sm_90a", "unknown"])
     assert note in said
@@ -129,13 +121,10 @@ def test_note_of_a_gpu_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ([10_000, 20_000], 4, [[4500, 4500], [9000, 9000]]),
     ],
 )
-def test_replicas_are_divided_among_the_free_memory_of_gpus(
+def test_replicas_are_divided_among_the_free_memory_of_gpus_or_are_refused(
     free_mib: list[int], num_replicas: int, limits: list[list[int]]
 ) -> None:
     assert memory_limits(free_mib, num_replicas) == limits
-
-
-def test_gpu_without_memory_for_its_replicas_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--replicas=8 on 2 GPU\(s\) leaves 450 MiB"):
         memory_limits([2000, 80_000], 8)
 

@@ -1,6 +1,5 @@
 """What Keras users write first works, or ends before training with one message."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,16 @@ from trainer.config import ConfigError, load_recipe
 from trainer.inputs import open_inputs
 from trainer.session import build_session
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+# Behind a class `Own`, derived from Learner or from keras.Model, its function of a config file.
+OWN_LEARNER = """
+        def build_learner(config, **parts):
+            return Own(**parts)
+"""
+OWN_MODEL = """
+        def build_model(config):
+            image = keras.Input((8, 8, 1))
+            return Own(image, keras.layers.Dense(10)(keras.layers.Flatten()(image)))
+"""
 
 
 def started(path: str, data: Path) -> MirroredExecutor:
@@ -67,9 +75,8 @@ MISTAKES = {
             def measure(self, *args, **kwargs):
                 totals = super().measure(*args, **kwargs)
                 return tf.concat([totals, totals[:1]], axis=0)
-        def build_learner(config, **parts):
-            return Own(**parts)
-        """,
+        """
+        + OWN_LEARNER,
         ("gradients(batch) of Own of", "float64(4,), a total and a count", "Received: float64(5,)"),
     ),
     "measure that fails in an evaluation only": Mistake(
@@ -78,9 +85,8 @@ MISTAKES = {
             def measure(self, labels, outputs, losses, counts=None, *, weights=None):
                 losses = losses if counts is None else losses @ outputs
                 return super().measure(labels, outputs, losses, counts, weights=weights)
-        def build_learner(config, **parts):
-            return Own(**parts)
-        """,
+        """
+        + OWN_LEARNER,
         ("evaluate(batch) of Own of", "in measure: losses = losses if"),
     ),
     "gradients of some variables only": Mistake(
@@ -89,9 +95,8 @@ MISTAKES = {
             def gradients(self, batch, *, training=True):
                 gradients, totals = super().gradients(batch, training=training)
                 return gradients[:1], totals
-        def build_learner(config, **parts):
-            return Own(**parts)
-        """,
+        """
+        + OWN_LEARNER,
         ("gradients(batch) of Own of", "each of the 2 `variables`. Received: 1."),
     ),
     "change_variable of another shape": Mistake(
@@ -99,9 +104,8 @@ MISTAKES = {
         class Own(Learner):
             def change_variable(self, index, variable, gradient, rate):
                 variable.assign_sub(rate * gradient[:1])
-        def build_learner(config, **parts):
-            return Own(**parts)
-        """,
+        """
+        + OWN_LEARNER,
         ("apply(gradients) of Own of", "in change_variable: variable.assign_sub("),
     ),
     "state of what is not there": Mistake(
@@ -110,9 +114,8 @@ MISTAKES = {
             @property
             def state(self):
                 return {"other": self.other.variables}
-        def build_learner(config, **parts):
-            return Own(**parts)
-        """,
+        """
+        + OWN_LEARNER,
         ("The property `state` of the Learner of", "in state: return {"),
     ),
     "regularizer that fails": Mistake(
@@ -155,34 +158,28 @@ MISTAKES = {
     ),
     "compute_loss that returns a value for each example": Mistake(
         """
-        def build_model(config):
-            class Own(keras.Model):
-                def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-                    return keras.losses.sparse_categorical_crossentropy(y, y_pred)
-            image = keras.Input((8, 8, 1))
-            return Own(image, keras.layers.Dense(10)(keras.layers.Flatten()(image)))
-        """,
+        class Own(keras.Model):
+            def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+                return keras.losses.sparse_categorical_crossentropy(y, y_pred)
+        """
+        + OWN_MODEL,
         ("compute_loss() of Own returned shape (8,)", "keras.ops.mean("),
     ),
     "compute_loss and another loss": Mistake(
         """
         loss = "mse"
-        def build_model(config):
-            class Own(keras.Model):
-                def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-                    return keras.ops.mean(y_pred)
-            image = keras.Input((8, 8, 1))
-            return Own(image, keras.layers.Dense(10)(keras.layers.Flatten()(image)))
-        """,
+        class Own(keras.Model):
+            def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+                return keras.ops.mean(y_pred)
+        """
+        + OWN_MODEL,
         ("Own of", "overrides compute_loss(), which is the loss, and loss would be ignored"),
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_message_before_training(
-    mistake: Mistake, digits: Path, tmp_path: Path
-) -> None:
+def test_mistake_is_one_early_message(mistake: Mistake, digits: Path, tmp_path: Path) -> None:
     path = written(tmp_path, with_source(mistake.source))
     with pytest.raises(ConfigError) as raised:
         checked(path, digits, tmp_path)
@@ -192,36 +189,36 @@ def test_mistake_is_one_message_before_training(
         assert noise not in str(raised.value)
 
 
+TWO_INPUTS_AND_OUTPUTS = """
+        def parse(serialized):
+            spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
+            label = tf.io.parse_example(serialized, spec)["label"]
+            return batch_of(tf.one_hot(label, 10), label, tf.cast(label, tf.float32))
+        def build_model(config):
+            a, b = keras.Input((10,), name="a"), keras.Input((10,), name="b")
+            sums = keras.layers.Add()([a, b])
+            digit = keras.layers.Dense(10, activation="softmax", name="digit")(sums)
+            return model_of(a, b, digit, keras.layers.Dense(1, name="size")(sums))
+"""
 HABITS = {
-    "several outputs as a dict, with losses, factors and metrics of each": """
+    "several outputs as a dict, with losses, factors and metrics of each": TWO_INPUTS_AND_OUTPUTS
+    + """
         loss = {"digit": "sparse_categorical_crossentropy", "size": "mse"}
         loss_weights = {"size": 0.3}
         metrics = {"digit": ["accuracy"], "size": ["mae"]}
-        def parse(serialized):
-            spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
-            label = tf.io.parse_example(serialized, spec)["label"]
-            x = tf.one_hot(label, 10)
-            return {"a": x, "b": x}, {"digit": label, "size": tf.cast(label, tf.float32)}
-        def build_model(config):
-            a, b = keras.Input((10,), name="a"), keras.Input((10,), name="b")
-            sums = keras.layers.Add()([a, b])
-            digit = keras.layers.Dense(10, activation="softmax", name="digit")(sums)
-            outputs = {"digit": digit, "size": keras.layers.Dense(1, name="size")(sums)}
-            return keras.Model({"a": a, "b": b}, outputs)
+        def batch_of(x, digit, size):
+            return {"a": x, "b": x}, {"digit": digit, "size": size}
+        def model_of(a, b, digit, size):
+            return keras.Model({"a": a, "b": b}, {"digit": digit, "size": size})
     """,
-    "inputs and outputs as lists, with weights of examples": """
+    "inputs and outputs as lists, with weights of examples": TWO_INPUTS_AND_OUTPUTS
+    + """
         loss = ["sparse_categorical_crossentropy", "mse"]
         metrics = [["accuracy"], ["mae"]]
-        def parse(serialized):
-            spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
-            label = tf.io.parse_example(serialized, spec)["label"]
-            x, size = tf.one_hot(label, 10), tf.cast(label, tf.float32)
-            return [x, x], [label, size], [size + 1, size + 1]
-        def build_model(config):
-            a, b = keras.Input((10,), name="a"), keras.Input((10,), name="b")
-            sums = keras.layers.Add()([a, b])
-            digit = keras.layers.Dense(10, activation="softmax", name="digit")(sums)
-            return keras.Model([a, b], [digit, keras.layers.Dense(1, name="size")(sums)])
+        def batch_of(x, digit, size):
+            return [x, x], [digit, size], [size + 1, size + 1]
+        def model_of(a, b, digit, size):
+            return keras.Model([a, b], [digit, size])
     """,
     "metrics of Keras that a layer updates, and a layer that counts": """
         def build_model(config):
@@ -268,52 +265,6 @@ def test_habit_trains(source: str, digits: Path, tmp_path: Path) -> None:
     assert np.isfinite(list(means(executor.evaluate()).values())).all()
 
 
-@pytest.mark.slow
-def test_example_of_the_documentation_trains(digits: Path, tmp_path: Path) -> None:
-    text = (DOCS / "keras.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    executor = started(written(tmp_path, example), digits)
-    executor.run(1)
-    first = means(executor.evaluate())
-    executor.run(60)
-    last = means(executor.evaluate())
-    assert last.keys() == {"loss"}
-    assert last["loss"] < 0.7 * first["loss"]
-
-
-@pytest.mark.slow
-def test_class_label_that_the_config_names_is_left_out_of_a_dict_of_inputs(tmp_path: Path) -> None:
-    lines = [f"{20 + i},{'ab'[i % 2]},{['low', 'high'][i % 2]}" for i in range(40)]
-    (tmp_path / "people.csv").write_text("\n".join(["age,sex,income", *lines]))
-    data = tmp_path / "data"
-    options = Options(label="income")
-    prepare("csv:people", str(data), str(tmp_path / "people.csv"), options)
-    source = """
-        from trainer.config import Config, DataConfig
-
-        def get_config():
-            data = DataConfig(label="income")
-            return Config(batch_size=8, train_steps=3, learning_rate=0.05, data=data)
-
-        def build_model(config):
-            import keras
-            age = keras.Input((1,), name="age")
-            sex = keras.Input((1,), name="sex", dtype="string")
-            bins = keras.layers.Hashing(8)(sex)
-            parts = [keras.layers.Flatten()(keras.layers.Embedding(8, 4)(bins)), age / 60.0]
-            return keras.Model(
-                {"age": age, "sex": sex}, keras.layers.Dense(2)(keras.layers.Concatenate()(parts))
-            )
-    """
-    executor = started(written(tmp_path, source), data)
-    first = means(executor.evaluate())
-    executor.run(3)
-    assert means(executor.evaluate())["loss"] < first["loss"]
-    wrong = source.replace('label="income"', 'label="sex"')
-    with pytest.raises((ConfigError, DataError), match="sex"):
-        started(written(tmp_path, wrong, "wrong.py"), data)
-
-
 TABLE = """
     from trainer.config import Config, DataConfig
 
@@ -351,10 +302,7 @@ def test_ids_of_a_column_are_those_of_the_file_or_are_refused(tmp_path: Path) ->
         {"declared": "name='id', dtype='float64'"},
     ):
         path = written(tmp_path, TABLE.format(**{**parts, **advised}), "advised.py")
-        executor = started(path, data)
-        executor.run(60 if "int64" in advised["declared"] else 1)
-        if "int64" in advised["declared"]:
-            assert means(executor.evaluate())["accuracy"] > 0.9
+        started(path, data).run(1)
 
 
 def test_array_that_a_record_stores_as_bytes_is_explained(tmp_path: Path) -> None:

@@ -10,11 +10,18 @@ DENSE = ["0 float32[3, 4]", "1 float32[4]"]
 NAMES = ["dense/kernel", "dense/bias"]
 
 
-def identity(names: list[str] | None = None, **values: object) -> Identity:
+def identity(names: list[str] = NAMES, **values: object) -> Identity:
     """An identity whose variables have these names."""
-    return Identity(
-        {"variables": DENSE, **values}, {"variables": NAMES if names is None else names}
-    )
+    return Identity({"variables": DENSE, **values}, {"variables": names})
+
+
+def sized(size: int, optimizer: str) -> Identity:
+    """An identity whose only variable has `size` values."""
+    variables = {"variables": [f"0 float32[{size}]"], "optimizer's variables": [optimizer]}
+    return identity(["w"], **variables)
+
+
+WITHOUT_BIAS = identity(NAMES[:1], variables=DENSE[:1])
 
 
 @pytest.mark.parametrize(
@@ -25,11 +32,7 @@ def identity(names: list[str] | None = None, **values: object) -> Identity:
         (identity(), identity(seed=0), ["seed: null there, 0 here"]),
         (identity(data=1, new=1), identity(data=2), ["new: 1 there, null here"]),
         # Always in one order.
-        (
-            identity(c=1, a=1, b=1),
-            identity(b=2, c=2, a=2),
-            [f"{key}: 1 there, 2 here" for key in "abc"],
-        ),
+        (identity(b=1, a=1), identity(a=2, b=2), ["a: 1 there, 2 here", "b: 1 there, 2 here"]),
         (
             identity(seeds="s" * 300),
             identity(seeds=""),
@@ -51,22 +54,10 @@ def identity(names: list[str] | None = None, **values: object) -> Identity:
             identity(),
             ["variables: variable 0 float32[3, 3] there, dense/kernel float32[3, 4] here"],
         ),
-        (
-            identity(variables=DENSE[:1], names=NAMES[:1]),
-            identity(),
-            ["variables: dense/bias float32[4] only here"],
-        ),
-        (
-            identity(),
-            identity(variables=DENSE[:1], names=NAMES[:1]),
-            ["variables: dense/bias float32[4] only there"],
-        ),
+        (WITHOUT_BIAS, identity(), ["variables: dense/bias float32[4] only here"]),
+        (identity(), WITHOUT_BIAS, ["variables: dense/bias float32[4] only there"]),
         # The optimizer's variables follow from those of the model.
-        (
-            identity(variables=["0 float32[9]"], names=["w"], **{"optimizer's variables": ["a"]}),
-            identity(variables=["0 float32[8]"], names=["w"], **{"optimizer's variables": ["b"]}),
-            ["variables: w float32[9] there, w float32[8] here"],
-        ),
+        (sized(9, "a"), sized(8, "b"), ["variables: w float32[9] there, w float32[8] here"]),
         (
             identity(**{"optimizer's variables": ["0 int64[]"]}),
             identity(**{"optimizer's variables": ["0 int64[]", "1 float32[4]"]}),

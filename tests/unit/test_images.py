@@ -1,6 +1,8 @@
 """Images are decoded at the size that is needed; crops are functions of image and seed alone."""
 
 import dataclasses
+import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from data.reader import Reader
 from data.system.files import DataError
 from data.tickets import DiskTickets
 from tests.shards import write_shards
+from tests.unit.benchmark_modules import imported
 
 NUM_EXAMPLES, BATCH, LANES, SIZE = 60, 6, 6, 16
 SIDES = [(75, 100), (100, 75), (40, 40), (300, 200), (9, 200)]
@@ -45,10 +48,7 @@ def drawn_boxes(sizes: np.ndarray) -> list[np.ndarray]:
 def test_random_boxes_are_inside_and_have_the_usual_areas_and_aspects() -> None:
     sizes = np.tile([[375, 500]], [4000, 1])
     y, x, height, width = drawn_boxes(sizes)
-    assert (y >= 0).all()
-    assert (x >= 0).all()
-    assert (y + height <= 375).all()
-    assert (x + width <= 500).all()
+    assert ((y >= 0) & (x >= 0) & (y + height <= 375) & (x + width <= 500)).all()
     areas, aspects = height * width / (375 * 500), width / height
     assert 0.079 < areas.min() < 0.1
     assert 0.9 < areas.max() <= 1
@@ -61,11 +61,8 @@ def test_random_boxes_are_inside_and_have_the_usual_areas_and_aspects() -> None:
 
 def test_image_into_which_no_box_fits_is_cut_to_the_nearest_aspect() -> None:
     y, x, height, width = drawn_boxes(np.array([[9, 2000], [2000, 9], [1, 1]]))
-    assert list(zip(y, x, height, width, strict=True)) == [
-        (0, 994, 9, 12),
-        (994, 0, 12, 9),
-        (0, 0, 1, 1),
-    ]
+    found = list(zip(y, x, height, width, strict=True))
+    assert found == [(0, 994, 9, 12), (994, 0, 12, 9), (0, 0, 1, 1)]
 
 
 @pytest.mark.parametrize("encode", [jpeg, png])
@@ -87,17 +84,14 @@ def test_crops_are_parts_of_the_image_and_half_of_them_are_mirrored(encode: obje
 
 def test_jpeg_and_png_give_the_same_image_at_each_scale() -> None:
     images = [pixels_of(height, width) for height, width in [*SIDES, (900, 800)]]
-    for size in (8, SIZE, 50):
-        found = [resized(tf.constant([e(i) for i in images]), size) for e in (jpeg, png)]
+
+    def cropped(encoded: tf.Tensor, size: int) -> tf.Tensor:
+        return random_resized_crops(encoded, tf.constant(seeds(len(images))), size)
+
+    for size, read in itertools.product((8, SIZE, 50), (resized, cropped)):
+        found = [read(tf.constant([e(i) for i in images]), size) for e in (jpeg, png)]
         ours, theirs = (np.asarray(each, np.int32) for each in found)
         assert np.abs(ours - theirs).mean() <= 0.3 * 255 / size, "less than half a pixel"
-        same = tf.constant(seeds(len(images)))
-        crops = [
-            random_resized_crops(tf.constant([e(i) for i in images]), same, size)
-            for e in (jpeg, png)
-        ]
-        ours, theirs = (np.asarray(each, np.int32) for each in crops)
-        assert np.abs(ours - theirs).mean() <= 0.3 * 255 / size
 
 
 def test_evaluation_takes_the_centre() -> None:
@@ -130,10 +124,9 @@ def parse(serialized: tf.Tensor, seeds: tf.Tensor | None = None) -> tuple[tf.Ten
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     directory = str(tmp_path_factory.mktemp("images"))
-    examples = [
-        (jpeg if i % 4 else png)(pixels_of(*SIDES[i % len(SIDES)], seed=i))
-        for i in range(NUM_EXAMPLES)
-    ]
+    sides = itertools.islice(itertools.cycle(SIDES), NUM_EXAMPLES)
+    images = [pixels_of(*side, seed=i) for i, side in enumerate(sides)]
+    examples = [(jpeg if i % 4 else png)(image) for i, image in enumerate(images)]
     split = write_shards(examples, directory, "toy", "train", 2, NUM_EXAMPLES)
     order = Order(split.shard_lengths, split.chunk_examples, BATCH, LANES, 4, seed=5, shuffle=True)
     return Reader(split, order, parse, num_threads=1)
@@ -177,3 +170,27 @@ def test_crops_differ_between_epochs_and_evaluation_has_none(reader: Reader) -> 
 def test_examples_that_change_in_each_epoch_are_not_cached(reader: Reader) -> None:
     with pytest.raises(DataError, match="cache_bytes out; or let parse take `serialized` alone"):
         dataclasses.replace(reader, cache_bytes=1 << 30)
+
+
+# The pipelines that `benchmarks.image_input` compares give the same kind of batches.
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("photographs")
+    imported("benchmarks.image_input").write_images(directory, 40)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["this program", "tf.data by hand, crops of equal area", "tf.data by hand, smaller crops"],
+)
+def test_pipelines_give_shuffled_crops(photographs: Path, name: str) -> None:
+    batches = iter(imported("benchmarks.image_input").PIPELINES[name](photographs))
+    (images, labels), (others, _) = next(batches), next(batches)
+    assert images.shape == others.shape == (32, 224, 224, 3)
+    assert images.dtype == tf.uint8
+    assert labels.shape == (32,)
+    assert len(set(labels.numpy().tolist())) > 3
+    assert not np.array_equal(images, others)

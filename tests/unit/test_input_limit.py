@@ -14,12 +14,11 @@ from data.disk_reader import DiskReader
 from data.tfrecord.split import Split
 from strategies.base import Batch
 from strategies.pace import Pace
-from tests.unit.toy import BATCH, Toy, make_reader, parse
+from tests.unit.test_hooks import report_hook
+from tests.unit.toy import BATCH, Recorded, Toy, make_reader, parse
 from trainer.doctor.plan import input_lines
 from trainer.hooks.console import Console
 from trainer.hooks.input_limit import limit_of
-from trainer.hooks.report import Report
-from trainer.hooks.writers import Writer
 from trainer.inputs import Inputs
 from trainer.loop import train
 
@@ -27,14 +26,10 @@ PARSE_SECS, STEP_SECS = 0.03, 0.015  # Of a batch: much more than all else, also
 EVERY = 32
 
 
-def sleep(secs: float) -> None:
-    time.sleep(secs)
-
-
 def later(batch: Batch, secs: tf.Tensor | float) -> Batch:
     """`batch`, `secs` after it is there."""
     with tf.control_dependencies(tf.nest.flatten(batch)):
-        slept = tf.numpy_function(sleep, [tf.identity(secs)], [])  # noqa: TID251  # Slow input.
+        slept = tf.numpy_function(time.sleep, [tf.identity(secs)], [])  # noqa: TID251  # Slow input.
     with tf.control_dependencies([slept]):
         return tf.nest.map_structure(tf.identity, batch)
 
@@ -42,14 +37,6 @@ def later(batch: Batch, secs: tf.Tensor | float) -> Batch:
 def slow_parse(serialized: tf.Tensor) -> Batch:
     secs = tf.cast(tf.size(serialized), tf.float64) * PARSE_SECS / BATCH
     return parse(later(serialized, secs))
-
-
-class Recorded(Writer):
-    def __init__(self) -> None:
-        self.reports: list[Any] = []
-
-    def write(self, step: int, split: str, values: Any) -> None:
-        self.reports.append({"step": step, **values})
 
 
 def reports_of(split: Split, tmp_path: Path, *, cache_bytes: int) -> list[Any]:
@@ -64,10 +51,9 @@ def reports_of(split: Split, tmp_path: Path, *, cache_bytes: int) -> list[Any]:
     toy.reader = dataclasses.replace(toy.reader, parse=slow_parse, cache_bytes=cache_bytes)
     toy.start()
     recorded = Recorded()
-    options = {"every_steps": EVERY, "last_step": 4 * EVERY, "order": toy.reader.order}
-    report = Report(toy.executor, toy.learner, [recorded], **options)  # type: ignore[arg-type]
+    report = report_hook(toy, recorded, every_steps=EVERY, last_step=4 * EVERY)
     train(toy.executor, toy.learner, [report], steps=4 * EVERY, steps_per_call=1000)
-    return recorded.reports[1:]
+    return [{"step": step, **values} for step, _, values in recorded.reports[1:]]
 
 
 def rate_of_reader(split: Split) -> float:
@@ -127,8 +113,7 @@ def test_reports_count_with_their_time_and_nothing_is_said_of_what_is_not_known(
         {"step": 20, **REPORT},
         {"step": 120, **fast, "input_wait": 0.0},
     ]
-    limit = limit_of(reports)
-    assert limit == (0.25, (800 + 8000) / 2, 8800 / 1.5)
+    assert limit_of(reports) == (0.25, (800 + 8000) / 2, 8800 / 1.5)
 
 
 def test_doctor_says_the_rate_of_a_short_read_and_what_a_former_run_showed(

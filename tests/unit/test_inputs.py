@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from data.disk_reader import DiskReader
 from data.system.files import DataError
+from data.tfrecord.split import Split
 from strategies.base import Tensor
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.batch_checks import _state_of, check_batches
@@ -31,14 +32,18 @@ def squares(labels: Tensor, outputs: Tensor) -> Tensor:
 
 def make_recipe(**parts: Any) -> Recipe:
     config = Config(batch_size=BATCH, best_metric="loss")
-    recipe = Recipe("mine.py", config, build_model, None, None, None, None, None, None)
-    return dataclasses.replace(recipe, **parts)
+    return Recipe("mine.py", **{"config": config, "build_model": build_model, **parts})
 
 
-def check(tmp_path: Path, **parts: Any) -> None:
+@pytest.fixture(name="inputs")
+def inputs_of_toy(split: Split) -> Inputs:
+    reader = make_reader(split)
+    return Inputs(reader, reader)
+
+
+def check(inputs: Inputs, **parts: Any) -> None:
     recipe = make_recipe(**parts)
-    reader = make_reader(write_split(tmp_path))
-    check_batches(Inputs(reader, reader), build_learner(recipe), recipe)
+    check_batches(inputs, build_learner(recipe), recipe)
 
 
 def test_epochs_are_counted_in_data_that_is_prepared_when_needed(
@@ -54,30 +59,29 @@ def test_message_names_a_shard_that_was_cut_while_it_was_read(tmp_path: Path) ->
     reader = make_reader(write_split(tmp_path))
     shard = reader.split.shards[-1]
     assert shard.frame_bytes
-    os.truncate(shard.path, shard.num_bytes - 3 * shard.frame_bytes)
-    said = f"changed while they were read:\n.*{shard.num_bytes - 3 * shard.frame_bytes} bytes"
+    left = shard.num_bytes - 3 * shard.frame_bytes
+    os.truncate(shard.path, left)
+    said = f"changed while they were read:\n.*{left} bytes"
     num_batches = 2 * reader.split.num_examples // reader.order.batch_size
     with pytest.raises(DataError, match=said), data_errors_explained(Inputs(reader, reader)):
         list(DiskReader(reader).batches(0, range(reader.order.lanes), num_batches))
 
 
-def test_check_leaves_the_state_of_layers_as_it_was(tmp_path: Path) -> None:
+def test_check_leaves_the_state_of_layers_as_it_was(inputs: Inputs) -> None:
     """Recurrent layers draw the masks of dropout in an evaluation, too, and advance a variable."""
 
     def build_recurrent(config: Config) -> keras.Model:
         recurrent = keras.layers.GRU(CLASSES, recurrent_dropout=0.5)
-        inputs = keras.Input((3,))
-        return keras.Model(inputs, recurrent(keras.layers.Reshape((3, 1))(inputs)))
+        return keras.Sequential([keras.Input((3,)), keras.layers.Reshape((3, 1)), recurrent])
 
     recipe = make_recipe(build_model=build_recurrent)
-    reader = make_reader(write_split(tmp_path))
     learner = build_learner(recipe)
     (drawn,) = _state_of(learner)
     before = drawn.numpy()
     learner.model(tf.zeros([2, 3]))
     assert (drawn.numpy() != before).any(), "this test needs a layer that advances it"
     drawn.assign(before)
-    check_batches(Inputs(reader, reader), learner, recipe)
+    check_batches(inputs, learner, recipe)
     assert (drawn.numpy() == before).all()
 
 
@@ -90,9 +94,9 @@ def test_check_copies_no_frozen_weights() -> None:
     assert _state_of(build_learner(make_recipe(build_model=build_frozen))) == []
 
 
-def test_loss_and_metrics_with_one_value_an_example_pass(tmp_path: Path) -> None:
-    check(tmp_path)
-    check(tmp_path, loss=squares, metrics={"squares": squares})
+def test_loss_and_metrics_with_one_value_an_example_pass(inputs: Inputs) -> None:
+    check(inputs)
+    check(inputs, loss=squares, metrics={"squares": squares})
 
 
 WRONG = {
@@ -106,14 +110,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("function", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_loss_or_metric_is_refused_with_a_remedy(
-    tmp_path: Path, function: Any, said: str
-) -> None:
+def test_wrong_loss_or_metric_has_a_remedy(inputs: Inputs, function: Any, said: str) -> None:
     by, of_metric = r"of mine.py (returned )?", r".*\(8,\) is needed" if "shape" in said else said
     with pytest.raises(ConfigError, match=rf"loss\(labels, outputs\) {by}{said}"):
-        check(tmp_path, loss=function)
+        check(inputs, loss=function)
     with pytest.raises(ConfigError, match=rf"metrics\['mine'\]\(.*\) {by}{of_metric}"):
-        check(tmp_path, loss=squares, metrics={"mine": function})
+        check(inputs, loss=squares, metrics={"mine": function})
 
 
 @pytest.mark.parametrize(
@@ -127,31 +129,29 @@ def test_wrong_loss_or_metric_is_refused_with_a_remedy(
     ],
     ids=["no labels", "fewer", "raises", "no seeds", "sparse"],
 )
-def test_wrong_augmentation_is_refused(tmp_path: Path, augment: Any, said: str) -> None:
-    reader = make_reader(write_split(tmp_path))
-    inputs = Inputs(dataclasses.replace(reader, augment=augment), reader)
-    recipe = make_recipe()
+def test_wrong_augmentation_is_refused(inputs: Inputs, augment: Any, said: str) -> None:
+    augmented = Inputs(dataclasses.replace(inputs.train, augment=augment), inputs.evaluation)
     said = r"augment\(inputs, labels, seeds\) of mine.py (must return dense tensors, .*)?" + said
     with pytest.raises(ConfigError, match=said):
-        check_batches(inputs, build_learner(recipe), recipe)
+        check(augmented)
 
 
-def test_loss_that_only_a_worker_can_run_is_not_run(tmp_path: Path) -> None:
+def test_loss_that_only_a_worker_can_run_is_not_run(inputs: Inputs) -> None:
     def loss(labels: Tensor, outputs: Tensor) -> Tensor:
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
         return squares(labels, outputs) + tf.cast(worker, tf.float32)
 
     with pytest.raises(RuntimeError):
         loss(tf.zeros([2]), tf.zeros([2, 3]))
-    check(tmp_path, loss=loss)
+    check(inputs, loss=loss)
 
 
-def test_labels_are_still_compared_with_the_outputs(tmp_path: Path) -> None:
+def test_labels_are_still_compared_with_the_outputs(inputs: Inputs) -> None:
     def two_classes(config: Config) -> keras.Model:
         return keras.Sequential([keras.Input((3,)), keras.layers.Dense(CLASSES - 1)])
 
     with pytest.raises(DataError, match="labels from 0 to 2, but the model has 2 outputs"):
-        check(tmp_path, build_model=two_classes)
+        check(inputs, build_model=two_classes)
 
 
 @pytest.mark.parametrize("name", ["multioptimizer", "lossscaleoptimizer", "no-such"])

@@ -1,15 +1,17 @@
-"""`python -m data.inspect`: what is in a directory, what is damaged, and a good copy of it."""
+"""`python -m data.inspect`: what is in a directory, how many ids, what is damaged, a good copy."""
 
 import functools
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import inspect
+from data import id_counts, inspect
+from data.id_counts import Counts, count_ids
 from data.prepare.preparing import prepare, repair
 from data.prepare.sources import Options
 from data.system import files
@@ -135,19 +137,11 @@ def test_grid_of_images_of_many_sizes_and_of_none(tmp_path: Path) -> None:
         inspect.image_grid(str(tmp_path / "table"), "train")
 
 
-def test_complete_data_verifies(digits: Path) -> None:
-    done = run(f"--data_dir={digits}", "--verify")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(", complete\n") == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "number"), [("flipped lengths", 0), ("cut in a record", 2), ("removed", 1)]
 )
-def test_damage_is_named_and_a_good_copy_is_written_elsewhere(
-    tmp_path: Path, fault: str, number: int
-) -> None:
+def test_damage_is_named_and_a_good_copy_written(tmp_path: Path, fault: str, number: int) -> None:
     damaged, lost, named = FAULTS[fault]
     source, out = tmp_path / "source", tmp_path / "good"
     write_shards(examples(), str(source), "toy", "train", 3, 6000)
@@ -187,8 +181,7 @@ def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> Non
 def test_split_whose_files_are_all_missing_is_damage(known_by: str, tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_shards(examples(), str(tmp_path), "toy", split, 1, 6000)
-    (shard,) = tmp_path.glob("toy-test.tfrecord*")
-    shard.unlink()
+    next(tmp_path.glob("toy-test.tfrecord*")).unlink()
     if known_by != "the index":
         (tmp_path / ".test.index.npz").unlink()
         described = [{"name": "test", "shardLengths": ["6000"]}, {"name": "train"}]
@@ -236,3 +229,65 @@ def test_wrong_command_lines_end_with_2_and_a_hint(
     assert "Traceback" not in done.stderr
     assert digest(digits) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def counted(data_dir: Path) -> dict[str, Counts]:
+    split = records.open_split(str(data_dir), "train")
+    return {counts.name: counts for counts in count_ids(str(data_dir), split)}
+
+
+@pytest.mark.parametrize("most_pending", [1, 50, 1 << 20])
+def test_merges_count_each_id(most_pending: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_counts, "_MOST_PENDING", most_pending)
+    random, expected = np.random.default_rng(1), Counter[int]()
+    counter, of_list = Counts("x"), Counts("y", is_list=True)
+    for _ in range(30):
+        ids = random.zipf(1.3, (7, 5)).astype(np.int64)
+        counter.add(ids)
+        expected.update(ids.ravel().tolist())
+    for each in (counter, of_list):
+        each.add(np.array([-1, -1, -5]))
+        each.merge()
+    expected.update([-1, -1, -5])
+    assert dict(zip(counter.ids.tolist(), counter.times.tolist(), strict=True)) == expected
+    assert counter.num_ids == 30 * 35 + 3
+    assert of_list.ids.tolist() == [-5], "-1 fills up lists"
+    assert counter.num_used(2) == sum(times > 1 for times in expected.values())
+    most = sum(times for _, times in expected.most_common(3))
+    assert counter.share_of_most_frequent(3) == pytest.approx(most / (30 * 35 + 3))
+
+
+def test_columns_of_clicks_are_counted(tmp_path: Path) -> None:
+    prepare("clicks", str(tmp_path), options=Options(num_clicks=5000, id_scale=0.001))
+    expected = Counter[int]()
+    for record in contents(records.open_split(str(tmp_path), "train")):
+        feature = tf.train.Example.FromString(record).features.feature["categorical"]
+        ids = np.frombuffer(feature.bytes_list.value[0], "<i4")
+        expected.update([int(ids[3])])
+    found = counted(tmp_path)
+    assert len(found) == 26 + 1
+    column = found["categorical[3]"]
+    assert dict(zip(column.ids.tolist(), column.times.tolist(), strict=True)) == expected
+    assert found["categorical, all"].num_ids == 26 * 5000
+    lines = list(inspect.table_sizes(str(tmp_path), ["train"]))
+    assert lines[0] == "train: 5,000 examples"
+    (line,) = [line for line in lines if line.startswith("  categorical[3] ")]
+    counts = len(expected), sum(times == 1 for times in expected.values()), max(expected)
+    assert line.split()[1:4] == [f"{count:,}" for count in counts]
+
+
+def test_lists_are_counted_without_what_fills_them_up(tmp_path: Path) -> None:
+    source = tmp_path / "films.csv"
+    rows = ["3|17|5,Drama|Comedy,0", "-2,Drama,1", "17,,1"] * 20
+    source.write_text("\n".join(["tags,genres,clicked", *rows]))
+    out = tmp_path / "out"
+    prepare("csv:films", str(out), str(source), Options(label="clicked", lists="tags,genres"))
+    found = counted(out)
+    assert found["tags, all"].ids.tolist() == [-2, 3, 5, 17]
+    assert found["genres, all"].num_different == 2
+    assert found["genres[1]"].num_different == 1
+
+
+def test_data_without_ids_is_refused(digits: Path) -> None:
+    with pytest.raises(files.DataError, match="no feature of integers or text"):
+        counted(digits)

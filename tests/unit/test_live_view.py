@@ -5,12 +5,11 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ from trainer.live.screen import ASCII_BLOCKS, BLOCKS, lines_of, sparkline
 from trainer.live.status import Status
 
 TIME = "2100-01-01T00:00:00+00:00"  # Later than the start of this process.
+GONE = 2**22 + 1  # Larger than the number of any process of Linux.
 CONFIG = {
     "recipe": "/x/digits.py",
     "strategy": "ps",
@@ -46,6 +46,11 @@ def workers(first: int, second: int) -> dict[str, object]:
         "worker_share": {"worker 0": first / total, "worker 1": second / total},
         "staleness": {"worker 0": {"0": 1, "2": 1}, "worker 1": {}},
     }
+
+
+def add_report(run: Path, *arguments: Any) -> None:
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(report(*arguments))
 
 
 def begin_task(logs: Path, name: str, start: int, pid: int) -> None:
@@ -95,20 +100,17 @@ def test_status_follows_the_files_of_a_local_cluster(run: Path) -> None:
     status.poll()
     assert states(status)["worker 0"] == "compiling"
     status = training(run)
-    assert states(status) == {
-        "chief 0": "training",
-        "ps 0": "serving",
-        "worker 0": "training",
-        "worker 1": "training",
-    }
+    trains = dict.fromkeys(("chief 0", "worker 0", "worker 1"), "training")
+    assert states(status) == {**trains, "ps 0": "serving"}
     assert (status.step, status.last_step, status.secs_left) == (210, 1000, 79.0)
     assert status.metrics() == ["loss", "accuracy"]
     assert status.curve("train", "loss") == [1 / 100, 1 / 200]
     worker = next(task for task in status.tasks if task.name == "worker 0")
     assert (worker.step, worker.share, worker.staleness) == (120, 0.6, 1.0)
     assert worker.num_bytes
+    add_report(run, 300, workers(150, 150))
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(report(300, workers(150, 150)) + '{"step": 40')  # The end is not written yet.
+        file.write('{"step": 40')  # The end is not written yet.
     status.poll()
     assert len(status.curve("train", "loss")) == 3
     # Training went back to a checkpoint: the file is replaced.
@@ -128,9 +130,7 @@ def test_worker_that_the_run_gave_up_is_not_shown(run: Path) -> None:
 
 def test_dead_worker_is_shown_until_its_restart_has_trained(run: Path) -> None:
     status = training(run)
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    begin_task(run / "tasks", "worker 1", 2, ended.pid)
+    begin_task(run / "tasks", "worker 1", 2, GONE)
     status.poll()
     assert states(status)["worker 1"] == "dead"
     status.read_line("worker 1 (process 5) died: signal 9 (Killed). Restarting worker 1 in 2 s.")
@@ -139,8 +139,7 @@ def test_dead_worker_is_shown_until_its_restart_has_trained(run: Path) -> None:
     begin_task(run / "tasks", "worker 1", 3, os.getpid())
     status.poll()
     assert states(status)["worker 1"] == "starting"
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(report(300, workers(200, 81)))
+    add_report(run, 300, workers(200, 81))
     status.poll()
     assert states(status)["worker 1"] == "training"
     assert next(task for task in status.tasks if task.name == "worker 1").restarts == 2
@@ -163,15 +162,15 @@ def test_screen_of_80_columns_has_everything(run: Path) -> None:
     text = "\n".join(lines)
     assert lines[0].startswith("digits.py  ps  batch 64")
     assert re.match(r"step 210/1,000  ━+  21%  0:01:19 left  epoch 2\.0  after 0:00:09", lines[1])
-    assert re.search(r"^loss +0\.0050  eval 0\.0100 +█▁$", text, re.MULTILINE)
-    assert re.search(r"^examples/s +640 ", text, re.MULTILINE)
-    header = r"^task +state +step +share +staleness +restarts +memory +CPU$"
-    assert re.search(header, text, re.MULTILINE)
-    row = r"^worker 0 +training +120 +60% +1\.0 +0 +[\d,]+ MiB +\d+%$"
-    assert re.search(row, text, re.MULTILINE)
+    for line in (
+        r"^loss +0\.0050  eval 0\.0100 +█▁$",
+        r"^examples/s +640 ",
+        r"^task +state +step +share +staleness +restarts +memory +CPU$",
+        r"^worker 0 +training +120 +60% +1\.0 +0 +[\d,]+ MiB +\d+%$",
+    ):
+        assert re.search(line, text, re.MULTILINE)
     assert lines[-1] == "WARNING the disk is full"
-    ascii_text = "\n".join(shown(status, 80, 24, is_ascii=True))
-    assert ascii_text.isascii()
+    assert "".join(shown(status, 80, 24, is_ascii=True)).isascii()
 
 
 def test_traceback_does_not_hide_the_last_warning(run: Path) -> None:
@@ -201,21 +200,18 @@ def test_small_screen_leaves_out_what_matters_least(
     assert [part for part in missing if part in text] == [], text
 
 
-def test_small_loss_has_digits(run: Path) -> None:
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(report(300, {"loss": 0.0000418, "accuracy": 0.0}))
-    status = Status(str(run), os.getpid(), run / "tasks")
-    status.poll()
-    lines = [line.plain for line in lines_of(status, 80, 24)]
-    assert any(re.match(r"loss +4\.18e-05 ", line) for line in lines), lines
-    assert any(re.match(r"accuracy +0\.0000 ", line) for line in lines), lines
-
-
-def test_most_memory_of_a_gpu_is_shown(run: Path) -> None:
-    assert "GPU" not in "\n".join(shown(training(run), 120, 24))
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(report(300, {"gpu_peak_bytes": 13 << 29}))
-    assert "after 0:00:09  GPU 6.5 GiB at most" in "\n".join(shown(training(run), 120, 24))
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"loss": 0.0000418}, r"^loss +4\.18e-05 "),
+        ({"accuracy": 0.0}, r"^accuracy +0\.0000 "),
+        ({"gpu_peak_bytes": 13 << 29}, r"after 0:00:09  GPU 6\.5 GiB at most"),
+    ],
+)
+def test_newest_report_is_shown(values: dict[str, float], line: str, run: Path) -> None:
+    assert not re.search(line, "\n".join(shown(training(run), 120, 24)), re.MULTILINE)
+    add_report(run, 300, values)
+    assert re.search(line, "\n".join(shown(training(run), 120, 24)), re.MULTILINE)
 
 
 def test_goodput_so_far_is_shown(run: Path) -> None:
@@ -225,10 +221,8 @@ def test_goodput_so_far_is_shown(run: Path) -> None:
 
 
 def test_many_tasks_become_one_line_and_a_dead_one_is_named(run: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
     for index in range(2, 40):
-        pid = ended.pid if index == 30 else os.getpid()
+        pid = GONE if index == 30 else os.getpid()
         begin_task(run / "tasks", f"worker {index}", 1, pid)
     lines = shown(training(run), 80, 24)
     assert any(line.startswith("worker 30  dead") for line in lines), lines
@@ -243,19 +237,14 @@ def test_sparkline_has_means_of_the_whole_run() -> None:
     assert sparkline([1.0], 8) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "heights"),
-    [
+def test_sparkline_is_logarithmic_where_the_page_of_a_run_is() -> None:
+    for name, values, heights in (
         ("loss", [100.0, 10.0, 1.0], (7, 4, 0)),
         ("loss", [4.0, 2.0, 1.0], (7, 2, 0)),
         ("loss", [100.0, 10.0, 0.0], (7, 1, 0)),
         ("accuracy", [100.0, 10.0, 1.0], (7, 1, 0)),
-    ],
-)
-def test_sparkline_is_logarithmic_where_the_page_of_a_run_is(
-    name: str, values: list[float], heights: tuple[int, ...]
-) -> None:
-    assert sparkline(values, 8, name=name) == "".join(BLOCKS[height] for height in heights)
+    ):
+        assert sparkline(values, 8, name=name) == "".join(BLOCKS[height] for height in heights)
 
 
 def test_message_about_compiling_goes_away_when_training_begins(run: Path) -> None:
@@ -308,6 +297,11 @@ def program(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "program.py"), str(tmp_path)]
 
 
+def assert_restored(terminal: Terminal) -> None:
+    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
+    assert terminal.output.rindex(SHOW_CURSOR) > terminal.output.rindex(HIDE_CURSOR)
+
+
 def test_view_leaves_the_last_report_and_all_messages(program: list[str], tmp_path: Path) -> None:
     with Terminal(program, tmp_path, rows=24, columns=80) as terminal:
         terminal.see("step 30/1,000", "loss", "this process  training", "WARNING from native code")
@@ -317,8 +311,7 @@ def test_view_leaves_the_last_report_and_all_messages(program: list[str], tmp_pa
         terminal.see("step 30/1,000")
         (tmp_path / "go").touch()
         assert terminal.end() == 0, terminal.output
-    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
-    assert terminal.output.rindex(SHOW_CURSOR) > terminal.output.rindex(HIDE_CURSOR)
+    assert_restored(terminal)
     left = [line for line in terminal.lines_left_behind if line]
     assert left == [
         "WARNING from native code",
@@ -336,8 +329,7 @@ def test_terminal_is_restored_when_the_process_is_killed(
         terminal.see("step 30/1,000")
         terminal.popen.send_signal(signum)
         assert terminal.end() == -signum
-    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
-    assert terminal.output.rindex(SHOW_CURSOR) > terminal.output.rindex(HIDE_CURSOR)
+    assert_restored(terminal)
     assert "step 30/100  train  loss 0.5000" in terminal.lines_left_behind
 
 
@@ -373,9 +365,7 @@ def test_suspended_view_gives_the_terminal_back(program: list[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["--plain", "NO_COLOR", "CI", "TERM", "pipe"])
-def test_lines_are_printed_where_a_screen_is_not_wanted(
-    how: str, program: list[str], tmp_path: Path
-) -> None:
+def test_lines_are_printed_without_a_screen(how: str, program: list[str], tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     if how == "pipe":
         output = run_python(*program).stdout

@@ -10,21 +10,6 @@ from benchmarks.table import newest_report
 MIB = 2**20
 
 
-def test_line_is_through_the_samples_after_the_warm_up() -> None:
-    times = [0, 10, 20, 30, 40]
-    found = trend(times, [900, 500, 100, 110, 120], warmup_secs=20)
-    assert (found.first, found.last) == pytest.approx((100, 120))
-    assert found.per_hour == pytest.approx(3600)
-    with pytest.raises(ValueError, match="only 1 of 5"):
-        trend(times, [0] * 5, warmup_secs=40)
-
-
-def test_noise_without_growth_is_flat() -> None:
-    times = list(range(0, 1800, 10))
-    values = [200 * MIB + (i % 7) * MIB for i in range(len(times))]
-    assert is_flat("memory", trend(times, values, 300))
-
-
 @pytest.mark.parametrize(
     ("name", "first", "last", "flat"),
     [
@@ -56,11 +41,9 @@ def progress(per_sec: list[float], cpu_secs: float = 0.01) -> list[Progress]:
     return found
 
 
-def test_rate_and_cpu_time_are_of_whole_minutes() -> None:
-    times, values = rates(progress([50.0, 150.0] * 3 + [200.0] * 6 + [9.0] * 3))
-    assert times == [0, 60]
-    assert values["steps/s"] == pytest.approx([100, 200])
-    assert values["CPU ms a step"] == pytest.approx([10, 10])
+def test_too_few_samples_or_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="only 1 of 5"):
+        trend([0, 10, 20, 30, 40], [0] * 5, warmup_secs=40)
     with pytest.raises(ValueError, match="no step in the 60 seconds before 120 s"):
         rates(progress([1.0] * 6 + [0.0] * 6))
 

@@ -75,15 +75,14 @@ def test_intervals_need_not_divide_each_other(toy: Toy) -> None:
     assert toy.step == 14
 
 
-def test_steps_per_call_limits_the_steps_of_one_call(toy: Toy) -> None:
-    called = Called()
-    run(toy, [called], 10, steps_per_call=4)
-    assert called.steps == [4, 8, 10]
+def test_steps_per_call_limits_a_call_and_the_last_step_is_acted_on_once(toy: Toy) -> None:
+    called, fives, rarely = Called(), Every(5, 10), Every(0, 10)
+    run(toy, [called, fives, rarely], 10, steps_per_call=4)
+    assert called.steps == [4, 5, 9, 10]
+    assert (fives.acted, rarely.acted) == ([5, 10], [10])
 
 
-def test_overshooting_steps_are_due_where_a_multiple_was_crossed(
-    split: Split, tmp_path: Path
-) -> None:
+def test_overshooting_steps_are_due_if_a_multiple_was_crossed(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path, executor=Overshooting)
     toy.start()
     called, elevens, twos = Called(), Every(11, 20), Every(2, 20)
@@ -110,13 +109,6 @@ def test_complete_run_resumed_at_its_last_step_acts_once_more_and_trains_no_more
     assert called.steps == []
     assert fives.acted == rarely.acted == [6]
     assert forever.acted == []
-
-
-def test_run_that_acted_at_its_last_step_does_not_act_again_at_its_end(toy: Toy) -> None:
-    fives, rarely = Every(5, 10), Every(0, 10)
-    run(toy, [fives, rarely], 10)
-    assert fives.acted == [5, 10]
-    assert rarely.acted == [10]
 
 
 def test_stop_request_ends_the_loop_before_the_last_step(toy: Toy) -> None:
@@ -149,8 +141,8 @@ def test_hooks_catch_up_once_after_all_have_begun(toy: Toy) -> None:
 
     noted = [Noted(), Noted()]
     hooks = [*noted, CatchUp(noted)]
-    train(toy.executor, toy.learner, hooks, steps=8, steps_per_call=100)
+    run(toy, hooks, 8)
     assert calls == ["begin 4"] * 2 + ["catch up 4"] * 2 + ["call 8"] * 2
     calls.clear()
-    train(toy.executor, toy.learner, hooks, steps=10, steps_per_call=100)  # After a NaN.
+    run(toy, hooks, 10)  # After a NaN.
     assert calls == ["begin 8"] * 2 + ["call 10"] * 2

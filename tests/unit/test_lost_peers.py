@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import tensorflow as tf
+from tensorflow import errors
 
 from strategies.cluster.tf_config import local_cluster
 from strategies.lost_peers import PeerLostError, losses_explained
@@ -12,83 +13,61 @@ from strategies.transfer import Transfer
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("kind", "text", "message"),
     [
-        (tf.errors.UnavailableError(None, None, "gone"), "A parameter server was lost: gone"),
-        (tf.errors.AbortedError(None, None, "restarted"), "server was lost: restarted"),
-        (tf.errors.DeadlineExceededError(None, None, "silent"), "server was lost: silent"),
+        (errors.UnavailableError, "gone", "A parameter server was lost: gone"),
+        (errors.AbortedError, "restarted", "server was lost: restarted"),
+        (errors.DeadlineExceededError, "silent", "server was lost: silent"),
         (
-            tf.errors.InternalError(
-                None,
-                None,
-                "Barrier failed because: task is set to ERROR: UNAVAILABLE: Task "
-                "/job:worker/replica:0/task:3 heartbeat timeout.",
-            ),
+            errors.InternalError,
+            "Barrier failed because: task is set to ERROR: UNAVAILABLE: Task "
+            "/job:worker/replica:0/task:3 heartbeat timeout.",
             "A worker was lost: Barrier failed because: task is set to ERROR",
         ),
         (
-            tf.errors.InternalError(
-                None, None, "2 root error(s) found.\n  (0) Unable to parse request"
-            ),
+            errors.InternalError,
+            "2 root error(s) found.\n  (0) Unable to parse request",
             r"A message to another task was damaged: \(0\) Unable to parse request",
         ),
         (
-            tf.errors.UnavailableError(
-                None,
-                None,
-                "Graph execution error:\n\nDetected at node CollectiveReduceV2 defined at (most "
-                "recent call last):\n<stack traces unavailable>\nDetected at node Other defined "
-                'at (most recent call last):\n  File "/a.py", line 3, in run\n\n  File "/b.py", '
-                "line 4, in sum\n\n2 root error(s) found.\n  (0) UNAVAILABLE: aborted by: a peer."
-                "\n\t [[{{node Other}}]]",
-            ),
+            errors.UnavailableError,
+            "Graph execution error:\n\nDetected at node CollectiveReduceV2 defined at (most "
+            "recent call last):\n<stack traces unavailable>\nDetected at node Other defined "
+            'at (most recent call last):\n  File "/a.py", line 3, in run\n\n  File "/b.py", '
+            "line 4, in sum\n\n2 root error(s) found.\n  (0) UNAVAILABLE: aborted by: a peer."
+            "\n\t [[{{node Other}}]]",
             r"A parameter server was lost: \(0\) UNAVAILABLE: aborted by: a peer$",
         ),
         (
-            tf.errors.InvalidArgumentError(
-                None,
-                None,
-                "2 root error(s) found.\n  (0) INVALID_ARGUMENT:  Unable to find the relevant "
-                "tensor remote_handle: Op ID: 21, Output num: 0.",
-            ),
+            errors.InvalidArgumentError,
+            "2 root error(s) found.\n  (0) INVALID_ARGUMENT:  Unable to find the relevant "
+            "tensor remote_handle: Op ID: 21, Output num: 0.",
             "A parameter server was lost: .*Unable to find the relevant tensor",
         ),
+        (errors.InvalidArgumentError, "/job:ps/task:1 unknown device.", "was lost: /job:ps/task:1"),
         (
-            tf.errors.InvalidArgumentError(None, None, "/job:ps/task:1 unknown device."),
-            "A parameter server was lost: /job:ps/task:1 unknown device",
-        ),
-        (
-            tf.errors.NotFoundError(
-                None,
-                None,
-                "'__inference_evaluate_9' is neither a type of a primitive operation nor a name of "
-                "a function registered in binary running on host-7.",
-            ),
+            errors.NotFoundError,
+            "'__inference_evaluate_9' is neither a type of a primitive operation nor a name of "
+            "a function registered in binary running on host-7.",
             "A graph has not reached another task: '__inference_evaluate_9' is neither",
         ),
-        (
-            tf.errors.CancelledError(None, None, "of a graph on /job:worker/task:1"),
-            "A parameter server was lost: of a graph",
-        ),
-        (
-            tf.errors.NotFoundError(None, None, "Resource a/b does not exist. /job:ps/task:0"),
-            "A parameter server was lost: Resource a/b",
-        ),
+        (errors.CancelledError, "of a graph on /job:worker/task:1", "was lost: of a graph"),
+        (errors.NotFoundError, "Resource a/b does not exist. /job:ps/task:0", "lost: Resource a/b"),
     ],
 )
-def test_lost_peers_are_reported_as_lost_peers(error: Exception, message: str) -> None:
+def test_lost_peers_are_reported(kind: type[errors.OpError], text: str, message: str) -> None:
     with pytest.raises(PeerLostError, match=message), losses_explained():
-        raise error
+        raise kind(None, None, text)
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        tf.errors.InternalError(None, None, "of a kernel"),
-        tf.errors.InvalidArgumentError(None, None, "Unable to parse request"),
-        tf.errors.InvalidArgumentError(None, None, "of a kernel on /job:worker/task:1"),
-        tf.errors.CancelledError(None, None, "The corresponding function is cancelled."),
-        tf.errors.NotFoundError(None, None, "The file x.tfrecord does not exist"),
+        errors.InternalError(None, None, "of a kernel"),
+        errors.InvalidArgumentError(None, None, "Unable to parse request"),
+        errors.InvalidArgumentError(None, None, "of a kernel on /job:worker/task:1"),
+        errors.CancelledError(None, None, "The corresponding function is cancelled."),
+        errors.NotFoundError(None, None, "The file x.tfrecord does not exist"),
         ValueError("unknown device"),
     ],
 )
@@ -101,9 +80,9 @@ def test_other_errors_are_unchanged(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (tf.errors.InternalError(None, None, "Barrier failed because: task 3"), PeerLostError),
-        (tf.errors.CancelledError(None, None, "a peer gave up"), PeerLostError),
-        (tf.errors.InternalError(None, None, "of the runtime"), tf.errors.InternalError),
+        (errors.InternalError(None, None, "Barrier failed because: task 3"), PeerLostError),
+        (errors.CancelledError(None, None, "a peer gave up"), PeerLostError),
+        (errors.InternalError(None, None, "of the runtime"), errors.InternalError),
     ],
 )
 def test_worker_that_dies_while_all_connect_is_a_loss(

@@ -1,5 +1,6 @@
 """Messages between real TensorFlow servers of this process."""
 
+import queue
 import threading
 import time
 
@@ -27,11 +28,8 @@ WORKER, PS, GONE = Task("worker", 0), Task("ps", 0), Task("worker", 1)
 def cluster() -> Cluster:
     """The cluster of a chief, with a worker and a ps that serve, and a worker that does not."""
     ports = iter(free_ports(4))
-    jobs = {
-        "chief": {0: f"localhost:{next(ports)}"},
-        "worker": {0: f"localhost:{next(ports)}", 1: f"localhost:{next(ports)}"},
-        "ps": {0: f"localhost:{next(ports)}"},
-    }
+    sizes = {"chief": 1, "worker": 2, "ps": 1}
+    jobs = {job: {i: f"localhost:{next(ports)}" for i in range(n)} for job, n in sizes.items()}
     cluster = Cluster(jobs, Task("chief", 0))
     for task in (WORKER, PS):
         start_server(cluster.for_task(task))
@@ -44,14 +42,10 @@ def test_messages_are_taken_in_the_order_in_which_they_were_put(cluster: Cluster
     assert mailbox.size(10) == 2
     assert [mailbox.take(), mailbox.take()] == ["first", "second"]
     mailbox.put("third", 10)
+    assert Mailbox(cluster, WORKER, "other").size(10) == 0
+    assert Mailbox(cluster, PS, "order").size(10) == 0
     mailbox.clear(10)
     assert mailbox.size(10) == 0
-
-
-def test_mailboxes_of_other_names_or_tasks_are_separate(cluster: Cluster) -> None:
-    Mailbox(cluster, WORKER, "mine").put("text", 10)
-    assert Mailbox(cluster, WORKER, "other").size(10) == 0
-    assert Mailbox(cluster, PS, "mine").size(10) == 0
 
 
 def test_error_of_a_server_is_raised_without_a_traceback_of_the_thread_that_closes(
@@ -70,9 +64,7 @@ def test_error_of_a_server_is_raised_without_a_traceback_of_the_thread_that_clos
     assert printed == []
 
 
-def test_servers_that_did_not_receive_the_end_are_returned(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreached_servers_are_returned(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_MESSAGE_SECS", 2.0)
     assert end_servers(cluster, 75) == [GONE]
     assert [Mailbox(cluster, task, "end").take() for task in (WORKER, PS)] == ["75", "75"]
@@ -85,17 +77,11 @@ def test_chief_gets_stop_requests_but_not_those_to_an_earlier_chief(
         patch.setattr(servers, "_TAKEN_SECS", 0.5)
         assert not ask_chief_to_stop(cluster.for_task(PS)), "there is no chief"
     Mailbox(cluster, PS, "stop").put("worker 7", 10)
-    asked = threading.Event()
-    names: list[str] = []
-
-    def on_stop(name: str) -> None:
-        names.append(name)
-        asked.set()
-
-    listen_for_stop(cluster, on_stop)
+    names: queue.Queue[str] = queue.Queue()
+    listen_for_stop(cluster, names.put)
     assert ask_chief_to_stop(cluster.for_task(WORKER))
-    assert asked.wait(10)
-    assert names == ["worker 0"]
+    assert names.get(timeout=10) == "worker 0"
+    assert names.empty()
 
 
 def test_each_chief_refuses_servers_of_other_versions(cluster: Cluster) -> None:
@@ -114,8 +100,5 @@ def test_server_has_the_threads_that_were_asked_for_and_enough_between_ops(
     monkeypatch.setattr(tf.distribute, "Server", lambda *_, config, **__: made.append(config))
     start_server(local_cluster("ps", 1, 1).for_task(WORKER), num_threads)
     start_server(local_cluster("ps", 1, 1).for_task(WORKER), num_threads, op_threads=2)
-    config, other = made
-    assert config.intra_op_parallelism_threads == num_threads
-    assert other.intra_op_parallelism_threads == 2
-    assert config.inter_op_parallelism_threads == between_ops
-    assert other.inter_op_parallelism_threads == between_ops
+    assert [config.intra_op_parallelism_threads for config in made] == [num_threads, 2]
+    assert [config.inter_op_parallelism_threads for config in made] == [between_ops] * 2

@@ -1,7 +1,9 @@
 """The files on which launchers agree who trains."""
 
+import itertools
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,19 +29,13 @@ def test_first_group_has_all_hosts_and_needs_no_file(tmp_path: Path) -> None:
 def test_of_many_proposals_for_a_generation_one_holds_for_all(tmp_path: Path) -> None:
     ours = [Membership(tmp_path, ADDRESSES, host) for host in range(3)]
     start = threading.Barrier(3)
-    was_first: list[int] = []
 
-    def propose(host: int) -> None:
+    def propose(host: int) -> bool:
         start.wait()
-        if ours[host].propose(Group(0, ALL), ALL - {host}):
-            was_first.append(host)
+        return ours[host].propose(Group(0, ALL), ALL - {host})
 
-    threads = [threading.Thread(target=propose, args=(host,)) for host in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (first,) = was_first
+    with ThreadPoolExecutor(3) as pool:
+        (first,) = itertools.compress(range(3), pool.map(propose, range(3)))
     assert {one.group() for one in ours} == {Group(1, ALL - {first})}
     assert os.listdir(tmp_path / "membership") == ["group-00000001.json"]
     assert ours[0].propose(ours[0].group(), ALL)
@@ -93,9 +89,7 @@ def test_watcher_tells_which_hosts_are_reached(tmp_path: Path) -> None:
     assert membership.records()[0].beat > snapshots[-1].records[0].beat
 
 
-def test_record_of_the_end_stays_if_a_connection_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_connection_keeps_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_tried, may_answer = threading.Event(), threading.Event()
 
     def answer_late(address: str) -> bool:

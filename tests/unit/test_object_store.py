@@ -68,22 +68,18 @@ def test_large_file_is_uploaded_downloaded_and_read_at_any_place(url: str, tmp_p
 def test_missing_bucket_is_named_and_is_not_a_failure_of_the_store(url: str) -> None:
     with pytest.raises(FileNotFoundError):
         files.read_text("s3://no-bucket-here/file")
-    with pytest.raises(FileNotFoundError, match="no such bucket"):
-        files.names_in("s3://no-bucket-here/directory")
-    with pytest.raises(FileNotFoundError, match="no such bucket"):
-        files.replace_file("s3://no-bucket-here/file", b"")
+    for call in (files.names_in, lambda path: files.replace_file(path, b"")):
+        with pytest.raises(FileNotFoundError, match="no such bucket"):
+            call("s3://no-bucket-here/file")
     assert not files.exists("s3://no-bucket-here/file")
 
 
-def test_store_that_does_not_answer_is_unavailable_and_works_later(
-    url: str, link: SlowLink
-) -> None:
+def test_store_without_an_answer_is_unavailable_and_works_later(url: str, link: SlowLink) -> None:
     link.is_open = False
-    for call in (files.read_text, files.names_in, files.exists, files.remove_tree):
+    calls = files.read_text, files.names_in, files.exists, files.remove_tree
+    for call in (*calls, lambda path: files.replace_file(path, b"")):
         with pytest.raises(UnavailableError):
             call(f"{url}/file")
-    with pytest.raises(UnavailableError):
-        files.replace_file(f"{url}/file", b"")
     link.is_open = True
     files.replace_file(f"{url}/file", b"later")
     assert files.read_text(f"{url}/file") == "later"
@@ -121,9 +117,7 @@ def test_missing_package_is_explained(url: str, monkeypatch: pytest.MonkeyPatch)
     assert raised.value.errno == errno.ENOENT
 
 
-def test_scratch_directory_of_a_killed_process_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_left_scratch_directory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left = tmp_path / f"trainer-scratch-{os.getuid()}-left"
     left.mkdir()
@@ -139,11 +133,10 @@ def test_scratch_directory_of_a_killed_process_is_removed(
 def test_what_others_put_in_place_of_a_scratch_directory_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = tmp_path / "others"
+    others, temporary = tmp_path / "others", tmp_path / "tmp"
     others.mkdir()
-    (others / "file").touch()
-    temporary = tmp_path / "tmp"
     temporary.mkdir()
+    (others / "file").touch()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     prefix = f"trainer-scratch-{os.getuid()}-"
     os.mkfifo(temporary / f"{prefix}fifo")

@@ -67,6 +67,19 @@ def make_reader(split: Split, batch_size: int = BATCH) -> Reader:
     return Reader(split, order, parse, num_threads=1)
 
 
+class Recorded(Writer):
+    """A writer that records its reports: (step, split, values)."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, str, Any]] = []
+
+    def write(self, step: int, split: str, values: Any) -> None:
+        self.reports.append((step, split, values))
+
+    def values(self) -> list[Any]:
+        return [values for _, _, values in self.reports]
+
+
 class Overshooting(MirroredExecutor):
     """Runs three steps more than asked for, as asynchronous executors may."""
 
