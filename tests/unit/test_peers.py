@@ -5,7 +5,6 @@ import errno
 import queue
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -34,8 +33,8 @@ from strategies.ps.servers import start_server
 UNKNOWN = "unknown.invalid"
 
 
-def alone_at(port: int) -> Cluster:
-    return Cluster({"worker": {0: f"localhost:{port}"}}, Task("worker", 0))
+def alone_at(address: str) -> Cluster:
+    return Cluster({"worker": {0: address}}, Task("worker", 0))
 
 
 def ps_cluster(worker: str, ps: str) -> Cluster:
@@ -54,21 +53,24 @@ def servers() -> Cluster:
     return cluster
 
 
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
+    monkeypatch.setattr(peers, "_ANSWER_SECS", 1.0)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """The address of a program that accepts connections, and does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
 @contextlib.contextmanager
 def stranger() -> Iterator[str]:
     """The address of a server that answers, but not as TensorFlow."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    client, _ = server.accept()
-                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                    client.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
+    with held(port := free_ports(1)[0], b"HTTP/1.1 400 Bad Request\r\n\r\n"):
+        yield f"127.0.0.1:{port}"
 
 
 def test_tensorflow_server_is_identified_by_its_task(servers: Cluster) -> None:
@@ -86,9 +88,8 @@ def test_closed_ports_strangers_and_unknown_hosts_are_distinguished() -> None:
 
 
 def test_server_of_another_cluster_and_stranger_in_a_servers_place_are_refused(
-    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+    servers: Cluster,
 ) -> None:
-    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
     worker, ps = servers.jobs["worker"][0], servers.jobs["ps"][0]
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but ps 0 of another cluster"):
         wait_for_servers(ps_cluster(ps, worker))
@@ -198,26 +199,13 @@ def test_own_host_can_be_reached_by_others() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_port_in_use_is_named(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_ANSWER_SECS", 0.5)
+def test_port_in_use_is_named(host: str) -> None:
     with socket.create_server((host, 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ClusterError) as caught:
-            check_own_address(alone_at(port))
+            check_own_address(alone_at(f"localhost:{port}"))
     for part in (f"localhost:{port}", "in use", f":{port}", "another port"):
         assert part in str(caught.value)
-
-
-def test_connections_of_an_earlier_run_do_not_block_the_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        with socket.create_connection(address) as client:
-            accepted, _ = server.accept()
-            accepted.close()  # This end closes first: it stays in TIME_WAIT.
-            assert client.recv(1) == b""
-    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
-        strict.bind(address)  # The premise: without SO_REUSEADDR the port is taken.
-    check_own_address(alone_at(address[1]))
 
 
 OWN_HOSTS = ["localhost", "127.0.0.1", "0.0.0.0", "[::1]", socket.gethostname(), UNKNOWN]
@@ -228,7 +216,7 @@ def test_own_address_may_have_any_form_or_be_unknown_yet(host: str) -> None:
     if host == "[::1]" and not socket.has_ipv6:
         pytest.skip("the kernel has no IPv6")
     (port,) = free_ports(1)
-    check_own_address(Cluster({"worker": {0: f"{host}:{port}"}}, Task("worker", 0)))
+    check_own_address(alone_at(f"{host}:{port}"))
 
 
 # RFC 5737 reserves the first for examples; another program has the second.
@@ -236,32 +224,26 @@ def test_own_address_may_have_any_form_or_be_unknown_yet(host: str) -> None:
 def test_own_address_of_another_machine_is_refused(
     is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
     (port,) = free_ports(1)
     if is_taken:  # Whatever the address is, it does not lead here.
         monkeypatch.setattr(peers, "greeting_at", lambda address: b"another program")
     address = f"192.0.2.1:{port}"
     with pytest.raises(ClusterError, match="do not come to this process") as caught:
-        check_own_address(Cluster({"worker": {0: address}}, Task("worker", 0)))
+        check_own_address(alone_at(address))
     assert address in str(caught.value)
 
 
 def test_own_public_address_is_refused_and_the_danger_explained() -> None:
-    def serving_at(address: str) -> Cluster:
-        return Cluster({"worker": {0: address, 1: "8.8.4.4:1"}}, Task("worker", 0))
-
     with pytest.raises(ClusterError, match="--allow_public_address"):
-        check_private(serving_at("8.8.8.8:2222"))
+        check_private(alone_at("8.8.8.8:2222"))
     for private in ("10.1.2.3:2222", "localhost:2222", "[fd00::1]:2222", f"{UNKNOWN}:2222"):
-        check_private(serving_at(private))
+        check_private(Cluster({"worker": {0: private, 1: "8.8.4.4:1"}}, Task("worker", 0)))
 
 
 def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
-    servers: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    servers: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "_ANSWER_SECS", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
+    with silent() as address:
         cluster = ps_cluster(address, servers.address_of(Task("ps", 0)))
         lost: queue.SimpleQueue[Task] = queue.SimpleQueue()
         watch_peers(cluster, 0.4, lost.put)
@@ -270,19 +252,13 @@ def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
         assert "ps 0" not in caplog.text
 
 
-def test_all_answer_unless_one_is_silent_gone_or_unknown(
-    servers: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_answer_unless_one_is_silent_gone_or_unknown(servers: Cluster) -> None:
     assert all_answer(servers)
     of_evaluator = {**servers.jobs, "evaluator": {0: f"{UNKNOWN}:1"}}
     assert all_answer(Cluster(of_evaluator, servers.task)), "it does not train"
-    ps = servers.address_of(Task("ps", 0))
-    monkeypatch.setattr(peers, "_ANSWER_SECS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert not all_answer(ps_cluster(address, ps))
-    for address in (f"localhost:{free_ports(1)[0]}", f"{UNKNOWN}:1"):
-        assert not all_answer(ps_cluster(address, ps))
+    with silent() as silent_address:
+        for address in (silent_address, f"localhost:{free_ports(1)[0]}", f"{UNKNOWN}:1"):
+            assert not all_answer(ps_cluster(address, servers.address_of(Task("ps", 0))))
 
 
 @pytest.mark.parametrize("prefix", ["", "::ffff:"], ids=["IPv4", "IPv4 mapped to IPv6"])
@@ -342,7 +318,7 @@ class Network:
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_worker_leaves_only_because_of_a_ps_that_stays_silent(
+def test_worker_leaves_only_for_a_ps_that_stays_silent(
     returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = Network(returns=returns)

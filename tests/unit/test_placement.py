@@ -23,15 +23,19 @@ def make_learner(optimizer: keras.Optimizer | None = None) -> Learner:
     return Learner(model, optimizer, sparse_categorical_crossentropy, {}, batch_size=4)
 
 
-def test_variable_counts_with_its_slots() -> None:
+def test_variable_counts_with_its_slots_and_its_gradient_buffers() -> None:
     learner, groups = dry_run(make_learner)
-    kernel = next(group for group in groups if group.shape == (6, 5))
-    assert kernel.num_variables == 3, "Adam has two slots a variable"
-    assert kernel.num_bytes == 3 * 6 * 5 * 4
+    kernel = next(i for i, group in enumerate(groups) if group.shape == (6, 5))
+    assert groups[kernel].num_variables == 3, "Adam has two slots a variable"
+    assert groups[kernel].num_bytes == 3 * 6 * 5 * 4
     everything = [*learner.model.variables, *learner.optimizer.variables]
     assert sum(group.num_variables for group in groups) == len(everything)
     num_bytes = sum(variable.value.numpy().nbytes for variable in everything)
     assert sum(place(groups, 3).num_bytes) == num_bytes
+    buffered = place(groups, 2, num_gradient_buffers=3).groups
+    assert buffered[kernel].num_bytes == (3 + 3) * 6 * 5 * 4
+    untrained = next(i for i, group in enumerate(groups) if not group.gradient_bytes)
+    assert buffered[untrained].num_bytes == groups[untrained].num_bytes
 
 
 @pytest.mark.parametrize(
@@ -49,20 +53,6 @@ def test_table_says_what_the_bytes_of_a_variable_include(
     _, groups = dry_run(lambda: make_learner(getattr(keras.optimizers, optimizer)(0.1)))
     table = place(groups, 1, num_gradient_buffers=num_buffers).table()
     assert re.search(rf"the largest .*kernel:0 \[6, 5\]{said}: ", table)
-
-
-def test_dry_run_finds_the_same_groups_each_time() -> None:
-    shapes = [[(g.shape, g.num_bytes) for g in dry_run(make_learner)[1]] for _ in range(2)]
-    assert shapes[0] == shapes[1]
-
-
-def test_gradients_of_synchronous_steps_count_where_their_variable_is() -> None:
-    _, groups = dry_run(make_learner)
-    unbuffered, buffered = place(groups, 2), place(groups, 2, num_gradient_buffers=3)
-    kernel = next(i for i, group in enumerate(groups) if group.shape == (6, 5))
-    assert buffered.groups[kernel].num_bytes == (3 + 3) * 6 * 5 * 4
-    untrained = next(i for i, group in enumerate(groups) if not group.gradient_bytes)
-    assert buffered.groups[untrained].num_bytes == unbuffered.groups[untrained].num_bytes
 
 
 def test_largest_is_placed_first_and_on_the_emptiest_ps() -> None:
