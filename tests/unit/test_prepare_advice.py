@@ -189,6 +189,8 @@ CASES = [
             ("d", "a file"),
             ("d/thesis.txt", ""),
             ("d/dataset_info.json", "{"),
+            ("d/dataset_info.json", "[]"),
+            ("d/dataset_info.json", "{}"),
             ("d/dataset_info.json", '{"name": "other"}'),
         )
     ),
