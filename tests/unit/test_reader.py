@@ -303,17 +303,12 @@ def test_blocks_hold_all_batches_in_groups_of_one_size() -> None:
         range(1, 200), range(1, 40), (1, 2, 5)
     ):
         blocks = list(disk_reader._cut(num_batches, most, groups_of_block * most))
-        at = 0
-        for first, num_groups, size in blocks:
-            assert first == at
-            assert 1 <= size <= most
-            assert 1 <= num_groups <= groups_of_block
-            at += num_groups * size
-        assert at == num_batches
-        *but_last, _ = blocks
-        sizes = {size for _, _, size in but_last}
-        assert len(sizes) <= 1
-        # No more groups than twice what it takes, and the one that is left.
+        ends = [first + num_groups * size for first, num_groups, size in blocks]
+        assert [first for first, _, _ in blocks] == [0, *ends[:-1]]
+        assert ends[-1] == num_batches
+        assert len({size for _, _, size in blocks[:-1]}) <= 1
+        assert max(size for _, _, size in blocks) <= most
+        assert max(num_groups for _, num_groups, _ in blocks) <= groups_of_block
         fewest = -(-num_batches // most)
         assert sum(num_groups for _, num_groups, _ in blocks) <= 2 * fewest + 1
     assert list(disk_reader._cut(32, 10, 50)) == [(0, 4, 8)]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from benchmarks.slow_link import SlowLink
 from data.disk_reader import DiskReader
@@ -183,16 +182,6 @@ def test_full_disk_is_reported_once_and_reading_continues(
     with caplog.at_level(logging.WARNING):
         read(reader)
     assert len([r for r in caplog.records if "No space left" in r.getMessage()]) == 3
-
-
-@pytest.mark.slow
-def test_tensorflow_reads_complete_copies(url: str, tmp_path: Path) -> None:
-    split = copied(upload(url, tmp_path), tmp_path)
-    complete(split)
-    assert split.copies is not None
-    paths = [split.copies.local[shard.path] for shard in split.shards]
-    found = tf.data.TFRecordDataset(paths).reduce(0, lambda count, record: count + 1)
-    assert int(found) == split.num_examples
 
 
 def test_local_data_has_no_copies(tmp_path: Path) -> None:

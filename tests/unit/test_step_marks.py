@@ -17,14 +17,13 @@ _LATE_SECS = 0.3
 class Steps:
     """Steps with two sums. The second fails in step 3, after the first has long arrived."""
 
-    def __init__(self, num_replicas: int, *, has_marks: bool = True) -> None:
+    def __init__(self, num_replicas: int) -> None:
         self.strategy = replicas(num_replicas)
         with self.strategy.scope():
             self.first, self.second, self.seen = (tf.Variable([0.0, 0.0]) for _ in range(3))
             self.step = tf.Variable(0, dtype=tf.int64)
             self.last = tf.Variable(0.0)
         self.marks = StepMarks(self.strategy, self.step, [self.seen])
-        self._has_marks = has_marks
         self.fails_in = "sum"
 
     def run(self, num_steps: int) -> None:
@@ -40,9 +39,8 @@ class Steps:
 
     def _step(self, one: tf.Tensor) -> None:
         self.seen.assign_add([one, one])
-        gradients = [tf.stack([one, one]), None, self._sum(tf.stack([one, one]))]
-        if self._has_marks:
-            gradients = self.marks.begun(gradients)
+        ones = tf.stack([one, one])
+        gradients = self.marks.begun([ones, None, self._late("sum", ones)])
 
         def change(strategy: tf.distribute.Strategy, *of_replicas: tf.Tensor) -> list[tf.Tensor]:
             pairs = zip((self.first, self.second), of_replicas, strict=True)
@@ -57,9 +55,6 @@ class Steps:
             counted = self.step.assign_add(1)
         with tf.control_dependencies([counted]):
             self.last.assign_add(self._late("after the count", one))
-
-    def _sum(self, gradient: tf.Tensor) -> tf.Tensor:
-        return self._late("sum", gradient)
 
     def _late(self, place: str, value: tf.Tensor) -> tf.Tensor:
         def look(step: tf.Tensor) -> float:
@@ -89,13 +84,6 @@ def test_failed_sum_changes_nothing_and_the_forward_pass_is_undone(num_replicas:
 
     for variable in (steps.first, steps.second, steps.seen):
         assert steps.values(variable) == [2.0] * num_replicas
-
-
-def test_without_marks_the_variables_are_between_two_steps() -> None:
-    steps = Steps(1, has_marks=False)
-    with pytest.raises(tf.errors.OpError, match="a worker was lost"):
-        steps.run(10)
-    assert (steps.values(steps.first), steps.values(steps.second)) == ([3.0], [2.0])
 
 
 def test_no_step_is_claimed_after_a_failure_among_the_changes() -> None:
