@@ -6,6 +6,7 @@ import queue
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,7 @@ from strategies.cluster.ports import bind, free_ports, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from strategies.cluster.watching import silence_of, watch_chief, watch_peers, watch_servers
 from strategies.ps.servers import start_server
+from tests.unit.stand_ins import wait_for
 
 # A host name that never resolves: RFC 2606 reserves the domain.
 UNKNOWN = "unknown.invalid"
@@ -290,52 +292,34 @@ def test_cut_connection_fails_at_both_ends_and_other_connections_stay(prefix: st
         assert other_accepted.recv(1) == b"x"
 
 
-class Network:
-    """Answers `identify` in a worker: ps 0 answers once, the chief always.
-
-    With `returns`, the chief does not answer either for 1.5 s; then the network returns, between
-    a check of the ps and the check of the chief.
-    """
-
-    def __init__(self, *, returns: bool) -> None:
-        self._returns_at = time.monotonic() + 1.5 if returns else None
-        self.num_ps_answers = 0
-        self.num_chief_answers = 0
-
-    def identify(self, address: str) -> Task | None:
-        if address == "chief:1":
-            if self._returns_at is not None and time.monotonic() < self._returns_at:
-                return None
-            self.num_chief_answers += 1
-            return Task("chief", 0)
-        if address != "ps:1":  # A watcher of another test is still there.
-            return None
-        has_returned = self._returns_at is not None and self.num_chief_answers
-        if self.num_ps_answers and not has_returned:
-            return None
-        self.num_ps_answers += 1
-        return Task("ps", 0)
-
-
 @pytest.mark.parametrize("returns", [False, True])
 def test_worker_leaves_only_for_a_ps_that_stays_silent(
     returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network = Network(returns=returns)
-    monkeypatch.setattr(watching, "identify", network.identify)
+    """The ps answers once. If the network `returns`, the chief does not answer either for 1.5 s."""
+    returns_at = time.monotonic() + 1.5 if returns else 0.0
+    answers: Counter[str] = Counter()
+
+    def identify_later(address: str) -> Task | None:
+        if time.monotonic() < returns_at and address == "chief:1":
+            return None
+        # The network returns between a check of the ps and the check of the chief.
+        if address == "ps:1" and answers["ps:1"] and not (returns and answers["chief:1"]):
+            return None
+        answers[address] += 1
+        return {"chief:1": Task("chief", 0), "ps:1": Task("ps", 0)}.get(address)
+
+    monkeypatch.setattr(watching, "identify", identify_later)
     jobs = {"chief": {0: "chief:1"}, "worker": {0: "worker:1"}, "ps": {0: "ps:1"}}
     named: queue.Queue[Task] = queue.Queue()
     watch_servers(Cluster(jobs, Task("worker", 0)), 1.0, named.put)
-    if not returns:
+    if returns:
+        wait_for(lambda: answers["ps:1"] >= 5, 30)
+        assert answers["chief:1"] == 1
+        assert named.empty()
+    else:
         assert named.get(timeout=30) == Task("ps", 0)
-        assert network.num_chief_answers >= 4
-        return
-    deadline = time.monotonic() + 30
-    while network.num_ps_answers < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert network.num_chief_answers == 1
-    assert named.empty()
+        assert answers["chief:1"] >= 4
 
 
 # Hosts that a host without a network does not find.

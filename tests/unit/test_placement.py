@@ -1,12 +1,9 @@
 """The placement of variables by bytes, with their slots. tests/cluster tests that it is used."""
 
-import itertools
 import re
 
 import keras
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from strategies.ps.placement import Group, dry_run, place
 from trainer.learner import Learner
@@ -63,19 +60,3 @@ def test_largest_is_placed_first_and_on_the_emptiest_ps() -> None:
     assert table[0].startswith("ps 0: 10 bytes, 1 variables, the largest v3 [10]")
     assert table[1].startswith("ps 1: 10 bytes, 4 variables, the largest v4 [4]")
     assert place(groups_of([5]), num_ps=2).table().splitlines()[1] == "ps 1: 0 bytes, 0 variables"
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(1, 3))
-def test_fullest_ps_is_within_grahams_bound_of_the_best_placement(
-    sizes: list[int], num_ps: int
-) -> None:
-    fullest = max(place(groups_of(sizes), num_ps).num_bytes)
-
-    def fullest_of(choice: tuple[int, ...]) -> int:
-        return max(
-            sum(size for size, ps in zip(sizes, choice, strict=True) if ps == i)
-            for i in range(num_ps)
-        )
-
-    best = min(map(fullest_of, itertools.product(range(num_ps), repeat=len(sizes))))
-    assert best <= fullest <= best * (4 / 3 - 1 / (3 * num_ps)) + 1e-9

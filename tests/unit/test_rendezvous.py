@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import queue
 import threading
-import time
 
 import pytest
 
@@ -19,6 +18,7 @@ from strategies.cluster.rendezvous import (
     wait_for_peers,
 )
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from tests.unit.stand_ins import wait_for
 
 WORKERS = [Task("worker", index) for index in range(3)]
 
@@ -131,20 +131,15 @@ class Waiting:
         self._thread.start()
 
     def greeting(self) -> Greeting:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            if sent := self._network.real(self.cluster.address):
-                greeting = Greeting.decoded(sent)
-                assert greeting
-                return greeting
-        raise AssertionError("it sends nothing")
+        wait_for(lambda: bool(self._network.real(self.cluster.address)))
+        greeting = Greeting.decoded(self._network.real(self.cluster.address) or b"")
+        assert greeting
+        return greeting
 
     def met(self, processes: Processes) -> str:
         """The digest of `processes` and of this process; waits until it sends this one."""
         expected = digest_of({**processes, WORKERS[2]: self.greeting().process})
-        deadline = time.monotonic() + 20
-        while self.greeting().met != expected:
-            assert time.monotonic() < deadline
+        wait_for(lambda: self.greeting().met == expected)
         return expected
 
     def waits_on(self) -> bool:
