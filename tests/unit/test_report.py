@@ -211,17 +211,12 @@ def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
     text = path.read_text()
     assert not re.search(r"url\(|@import|https?://", text)
     cells = [cell.strip() for cell in page.cells]
-    assert {"chief-0", "ps-0", *(w.replace(" ", "-") for w in WORKERS), *WORKERS} <= set(cells)
-    assert "signal 9 <Killed>" in cells
-    assert "host-c joined" in cells
-    assert "100,000 of 100,000" in cells
-    assert "each example 1,000 times" in cells
-    assert "100, each once" in cells
-    assert {"host-a", "tensorflow 2.21.0", time.strftime("%Y-%m-%d %H:%M", BEGAN_THERE)} <= set(
-        cells
-    )
-    assert "0 (done)" in cells
-    assert "1.5 GiB" in cells, "the most memory of a GPU"
+    tasks = ["chief-0", "ps-0", *(w.replace(" ", "-") for w in WORKERS), *WORKERS]
+    examples = ["100,000 of 100,000", "each example 1,000 times", "100, each once"]
+    began = ["host-a", "tensorflow 2.21.0", time.strftime("%Y-%m-%d %H:%M", BEGAN_THERE)]
+    ended = ["signal 9 <Killed>", "host-c joined", "0 (done)"]
+    most_gpu_memory = "1.5 GiB"
+    assert {*tasks, *examples, *began, *ended, most_gpu_memory} - set(cells) == set()
     assert "gpu_peak_bytes over steps" not in text, "it is no metric"
     assert "Not shown: --no_examples was given" in text
     for title in ("loss over steps", "loss over time", "accuracy over time", "mean staleness"):

@@ -1,6 +1,5 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from strategies.cluster.peers import check_own_address
 from strategies.cluster.sources.finding import is_described
 from strategies.cluster.tf_config import (
-    Cluster,
     ClusterError,
     Task,
     local_cluster,
@@ -292,41 +290,6 @@ def test_mistakes_in_host_flags_are_explained(
     assert_teaches(str(caught.value), *substance)
 
 
-ADDRESSES = st.builds(
-    "{}:{}".format,
-    st.from_regex(r"[a-z][a-z0-9-]{0,8}|\[[0-9a-f:]{1,8}\]|\d{1,3}\.0\.0\.1", fullmatch=True),
-    st.integers(1, 65535),
-)
-
-
-@st.composite
-def clusters(draw: st.DrawFn) -> tuple[Cluster, str]:
-    strategy = draw(st.sampled_from(["multiworker", "ps"]))
-    num_workers = draw(st.integers(1, 12))
-    sizes = {"chief": 1, "worker": num_workers, "evaluator": draw(st.integers(0, 1))}
-    if strategy == "ps":
-        sizes["ps"] = draw(st.integers(1, 3))
-    elif draw(st.booleans()):
-        del sizes["chief"]
-    total = sum(sizes.values())
-    addresses = iter(draw(st.lists(ADDRESSES, min_size=total, max_size=total, unique=True)))
-    jobs = {job: {i: next(addresses) for i in range(size)} for job, size in sizes.items()}
-    task = draw(st.sampled_from([Task(job, i) for job, known in jobs.items() for i in known]))
-    if strategy == "ps" and task.job == "worker" and draw(st.booleans()):
-        jobs["worker"] = {task.index: jobs["worker"][task.index]}
-    return Cluster(jobs, task), strategy
-
-
-@given(clusters())
-def test_tf_config_of_a_cluster_parses_to_the_same_cluster_which_has_one_chief(
-    made: tuple[Cluster, str],
-) -> None:
-    cluster, strategy = made
-    assert parse_tf_config(cluster.tf_config(), strategy) == cluster
-    if 0 in cluster.jobs["worker"] or "chief" in cluster.jobs:
-        assert sum(cluster.for_task(task).is_chief for task in cluster.tasks()) == 1
-
-
 @given(
     st.text(max_size=40)
     | st.recursive(
@@ -364,16 +327,6 @@ def test_local_cluster_has_the_tasks_asked_for_on_different_free_ports() -> None
     cluster = local_cluster("multiworker", num_workers=2, num_ps=1)
     assert cluster.tasks() == (Task("worker", 0), Task("worker", 1))
     assert cluster.is_chief
-
-
-def test_local_ports_are_never_given_to_outgoing_connections() -> None:
-    kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if not kernel.exists():
-        pytest.skip("only Linux tells which ports it uses for outgoing connections")
-    first_outgoing = int(kernel.read_text().split()[0])
-    cluster = local_cluster("multiworker", num_workers=20, num_ps=0)
-    ports = [int(address.rpartition(":")[2]) for address in cluster.jobs["worker"].values()]
-    assert max(ports) < first_outgoing
 
 
 @pytest.mark.parametrize(
