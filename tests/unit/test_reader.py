@@ -20,6 +20,7 @@ from data.tfrecord import split as records
 from data.tickets import DiskTickets
 from tests.commands import run_python
 from tests.shards import write_shards
+from tests.unit.stand_ins import wait_for
 from tests.unit.test_split import flip
 
 NUM_EXAMPLES = 3011  # A prime: no batch size divides it.
@@ -288,13 +289,8 @@ def test_batches_are_made_ahead_as_many_as_asked_for(
     batches = iter(DiskReader(reader).batches(0, range(NUM_LANES)))
     next(batches)
     least, most = 1 + prefetch_batches, 1 + prefetch_batches + 6  # In threads, and between stages.
-    deadline = time.monotonic() + 20
-    while int(parsed) < least and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert int(parsed) >= least
-    deadline = time.monotonic() + 0.5
-    while int(parsed) <= most and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: int(parsed) >= least)
+    time.sleep(0.5)
     assert int(parsed) <= most
 
 
