@@ -224,26 +224,21 @@ def test_two_prepares_at_once_both_succeed(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["both"]
 
 
+LABELS = "t10k-labels-idx1-ubyte"
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("t10k-labels-idx1-ubyte", Path.unlink, "has no t10k-labels-idx1-ubyte"),
-        (
-            "t10k-labels-idx1-ubyte",
-            lambda path: path.write_bytes(b"<html>404</html>"),
-            "begins with 3c 68 74 6d, needed is 00 00 08 01",
-        ),
+        (LABELS, Path.unlink, f"has no {LABELS}"),
+        (LABELS, lambda path: path.write_bytes(b"<html>"), "3c 68 74 6d, needed is 00 00 08 01"),
+        (LABELS, lambda path: write_idx(path, np.arange(6)), "7 images and 6 labels"),
         (
             "t10k-images-idx3-ubyte",
             lambda path: os.truncate(path, 100),
             "7 x 4 x 5 bytes, which makes 156 with its header; it has 100",
         ),
         ("train-images-idx3-ubyte.gz", lambda path: os.truncate(path, 50), "damaged GZIP"),
-        (
-            "t10k-labels-idx1-ubyte",
-            lambda path: write_idx(path, np.arange(6)),
-            "7 images and 6 labels",
-        ),
     ],
 )
 def test_wrong_idx_files_are_named(

@@ -34,10 +34,7 @@ def test_values_are_added_along_one_tree_and_computed_when_they_are_needed() -> 
     assert log[:7] == ["0", "1", "(01)", "2", "3", "(23)", "((01)(23))"]
     assert in_pairs(value, 1, add) == "0"
     # The sum of a replica's range of parts is a node of the tree.
-    halves = [
-        in_pairs(list("0123").__getitem__, 4, add),
-        in_pairs(list("4567").__getitem__, 4, add),
-    ]
+    halves = [in_pairs(list(part).__getitem__, 4, add) for part in ("0123", "4567")]
     assert in_pairs(halves.__getitem__, 2, add) == "(((01)(23))((45)(67)))"
 
 
