@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from data.system.errors import UsageError
 from strategies import gpus
-from strategies.cluster.gpus import choose_gpus
+from strategies.cluster.gpus import choose_gpus, gpus_of_host
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.gpus import capability_note, memory_limits
 from strategies.transfer import Transfer

@@ -5,8 +5,8 @@ import errno
 import queue
 import re
 import socket
-import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -29,13 +29,14 @@ from strategies.cluster.ports import bind, free_ports, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from strategies.cluster.watching import silence_of, watch_chief, watch_peers, watch_servers
 from strategies.ps.servers import start_server
+from tests.unit.stand_ins import wait_for
 
 # A host name that never resolves: RFC 2606 reserves the domain.
 UNKNOWN = "unknown.invalid"
 
 
-def alone_at(port: int) -> Cluster:
-    return Cluster({"worker": {0: f"localhost:{port}"}}, Task("worker", 0))
+def alone_at(address: str) -> Cluster:
+    return Cluster({"worker": {0: address}}, Task("worker", 0))
 
 
 def ps_cluster(worker: str, ps: str) -> Cluster:
@@ -54,21 +55,24 @@ def servers() -> Cluster:
     return cluster
 
 
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
+    monkeypatch.setattr(peers, "_ANSWER_SECS", 1.0)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """The address of a program that accepts connections, and does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
 @contextlib.contextmanager
 def stranger() -> Iterator[str]:
     """The address of a server that answers, but not as TensorFlow."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    client, _ = server.accept()
-                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                    client.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
+    with held(port := free_ports(1)[0], b"HTTP/1.1 400 Bad Request\r\n\r\n"):
+        yield f"127.0.0.1:{port}"
 
 
 def test_tensorflow_server_is_identified_by_its_task(servers: Cluster) -> None:
@@ -86,9 +90,8 @@ def test_closed_ports_strangers_and_unknown_hosts_are_distinguished() -> None:
 
 
 def test_server_of_another_cluster_and_stranger_in_a_servers_place_are_refused(
-    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+    servers: Cluster,
 ) -> None:
-    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
     worker, ps = servers.jobs["worker"][0], servers.jobs["ps"][0]
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but ps 0 of another cluster"):
         wait_for_servers(ps_cluster(ps, worker))
@@ -198,26 +201,13 @@ def test_own_host_can_be_reached_by_others() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_port_in_use_is_named(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_ANSWER_SECS", 0.5)
+def test_port_in_use_is_named(host: str) -> None:
     with socket.create_server((host, 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ClusterError) as caught:
-            check_own_address(alone_at(port))
+            check_own_address(alone_at(f"localhost:{port}"))
     for part in (f"localhost:{port}", "in use", f":{port}", "another port"):
         assert part in str(caught.value)
-
-
-def test_connections_of_an_earlier_run_do_not_block_the_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        with socket.create_connection(address) as client:
-            accepted, _ = server.accept()
-            accepted.close()  # This end closes first: it stays in TIME_WAIT.
-            assert client.recv(1) == b""
-    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
-        strict.bind(address)  # The premise: without SO_REUSEADDR the port is taken.
-    check_own_address(alone_at(address[1]))
 
 
 OWN_HOSTS = ["localhost", "127.0.0.1", "0.0.0.0", "[::1]", socket.gethostname(), UNKNOWN]
@@ -228,7 +218,7 @@ def test_own_address_may_have_any_form_or_be_unknown_yet(host: str) -> None:
     if host == "[::1]" and not socket.has_ipv6:
         pytest.skip("the kernel has no IPv6")
     (port,) = free_ports(1)
-    check_own_address(Cluster({"worker": {0: f"{host}:{port}"}}, Task("worker", 0)))
+    check_own_address(alone_at(f"{host}:{port}"))
 
 
 # RFC 5737 reserves the first for examples; another program has the second.
@@ -236,32 +226,26 @@ def test_own_address_may_have_any_form_or_be_unknown_yet(host: str) -> None:
 def test_own_address_of_another_machine_is_refused(
     is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
     (port,) = free_ports(1)
     if is_taken:  # Whatever the address is, it does not lead here.
         monkeypatch.setattr(peers, "greeting_at", lambda address: b"another program")
     address = f"192.0.2.1:{port}"
     with pytest.raises(ClusterError, match="do not come to this process") as caught:
-        check_own_address(Cluster({"worker": {0: address}}, Task("worker", 0)))
+        check_own_address(alone_at(address))
     assert address in str(caught.value)
 
 
 def test_own_public_address_is_refused_and_the_danger_explained() -> None:
-    def serving_at(address: str) -> Cluster:
-        return Cluster({"worker": {0: address, 1: "8.8.4.4:1"}}, Task("worker", 0))
-
     with pytest.raises(ClusterError, match="--allow_public_address"):
-        check_private(serving_at("8.8.8.8:2222"))
+        check_private(alone_at("8.8.8.8:2222"))
     for private in ("10.1.2.3:2222", "localhost:2222", "[fd00::1]:2222", f"{UNKNOWN}:2222"):
-        check_private(serving_at(private))
+        check_private(Cluster({"worker": {0: private, 1: "8.8.4.4:1"}}, Task("worker", 0)))
 
 
 def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
-    servers: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    servers: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "_ANSWER_SECS", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
+    with silent() as address:
         cluster = ps_cluster(address, servers.address_of(Task("ps", 0)))
         lost: queue.SimpleQueue[Task] = queue.SimpleQueue()
         watch_peers(cluster, 0.4, lost.put)
@@ -270,19 +254,13 @@ def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
         assert "ps 0" not in caplog.text
 
 
-def test_all_answer_unless_one_is_silent_gone_or_unknown(
-    servers: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_answer_unless_one_is_silent_gone_or_unknown(servers: Cluster) -> None:
     assert all_answer(servers)
     of_evaluator = {**servers.jobs, "evaluator": {0: f"{UNKNOWN}:1"}}
     assert all_answer(Cluster(of_evaluator, servers.task)), "it does not train"
-    ps = servers.address_of(Task("ps", 0))
-    monkeypatch.setattr(peers, "_ANSWER_SECS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert not all_answer(ps_cluster(address, ps))
-    for address in (f"localhost:{free_ports(1)[0]}", f"{UNKNOWN}:1"):
-        assert not all_answer(ps_cluster(address, ps))
+    with silent() as silent_address:
+        for address in (silent_address, f"localhost:{free_ports(1)[0]}", f"{UNKNOWN}:1"):
+            assert not all_answer(ps_cluster(address, servers.address_of(Task("ps", 0))))
 
 
 @pytest.mark.parametrize("prefix", ["", "::ffff:"], ids=["IPv4", "IPv4 mapped to IPv6"])
@@ -314,52 +292,34 @@ def test_cut_connection_fails_at_both_ends_and_other_connections_stay(prefix: st
         assert other_accepted.recv(1) == b"x"
 
 
-class Network:
-    """Answers `identify` in a worker: ps 0 answers once, the chief always.
-
-    With `returns`, the chief does not answer either for 1.5 s; then the network returns, between
-    a check of the ps and the check of the chief.
-    """
-
-    def __init__(self, *, returns: bool) -> None:
-        self._returns_at = time.monotonic() + 1.5 if returns else None
-        self.num_ps_answers = 0
-        self.num_chief_answers = 0
-
-    def identify(self, address: str) -> Task | None:
-        if address == "chief:1":
-            if self._returns_at is not None and time.monotonic() < self._returns_at:
-                return None
-            self.num_chief_answers += 1
-            return Task("chief", 0)
-        if address != "ps:1":  # A watcher of another test is still there.
-            return None
-        has_returned = self._returns_at is not None and self.num_chief_answers
-        if self.num_ps_answers and not has_returned:
-            return None
-        self.num_ps_answers += 1
-        return Task("ps", 0)
-
-
 @pytest.mark.parametrize("returns", [False, True])
-def test_worker_leaves_only_because_of_a_ps_that_stays_silent(
+def test_worker_leaves_only_for_a_ps_that_stays_silent(
     returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network = Network(returns=returns)
-    monkeypatch.setattr(watching, "identify", network.identify)
+    """The ps answers once. If the network `returns`, the chief does not answer either for 1.5 s."""
+    returns_at = time.monotonic() + 1.5 if returns else 0.0
+    answers: Counter[str] = Counter()
+
+    def identify_later(address: str) -> Task | None:
+        if time.monotonic() < returns_at and address == "chief:1":
+            return None
+        # The network returns between a check of the ps and the check of the chief.
+        if address == "ps:1" and answers["ps:1"] and not (returns and answers["chief:1"]):
+            return None
+        answers[address] += 1
+        return {"chief:1": Task("chief", 0), "ps:1": Task("ps", 0)}.get(address)
+
+    monkeypatch.setattr(watching, "identify", identify_later)
     jobs = {"chief": {0: "chief:1"}, "worker": {0: "worker:1"}, "ps": {0: "ps:1"}}
     named: queue.Queue[Task] = queue.Queue()
     watch_servers(Cluster(jobs, Task("worker", 0)), 1.0, named.put)
-    if not returns:
+    if returns:
+        wait_for(lambda: answers["ps:1"] >= 5, 30)
+        assert answers["chief:1"] == 1
+        assert named.empty()
+    else:
         assert named.get(timeout=30) == Task("ps", 0)
-        assert network.num_chief_answers >= 4
-        return
-    deadline = time.monotonic() + 30
-    while network.num_ps_answers < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert network.num_chief_answers == 1
-    assert named.empty()
+        assert answers["chief:1"] >= 4
 
 
 # Hosts that a host without a network does not find.

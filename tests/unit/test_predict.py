@@ -93,14 +93,13 @@ def test_every_kind_of_model_predicts_as_the_model_itself(
     # Copies: without their run, its config file says nothing about them.
     alone = tmp_path / "alone"
     shutil.copytree(exported, alone)
-    for path in (run.model_dir, newest, exported / "model.keras", exported / "saved_model"):
+    of_run = [Path(run.model_dir), newest, exported / "model.keras", exported / "saved_model"]
+    for path in (*of_run, alone / "model.keras", alone / "saved_model"):
         lines = list(predict(str(path), str(tmp_path / "images.npz")))
         np.testing.assert_allclose(outputs(lines), wanted, rtol=0, atol=1e-6)
-        assert [line["predicted"] for line in lines] == wanted.argmax(axis=1).tolist()
         assert "label" not in lines[0]
-    for path in (alone / "model.keras", alone / "saved_model"):
-        lines = list(predict(str(path), str(tmp_path / "images.npz")))
-        np.testing.assert_allclose(outputs(lines), wanted, rtol=0, atol=1e-6)
+        if path in of_run:
+            assert [line["predicted"] for line in lines] == wanted.argmax(axis=1).tolist()
     earlier = list(predict(run.model_dir, str(tmp_path / "images.npz"), "5"))
     assert np.abs(outputs(earlier) - wanted).max() > 1e-3
     by_method = run.predict(tmp_path / "images.npz", checkpoint="newest", num_examples=3)
@@ -183,13 +182,9 @@ def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     ],
 )
 def test_table_is_read_as_data_prepare_reads_it(name: str, content: str, tmp_path: Path) -> None:
-    features = Features(
-        [
-            Feature("word", "text", "string", (), None, "none", "Text"),
-            Feature("number", "tensor", "int64", (), None, "none", "Tensor"),
-        ],
-        "",
-    )
+    word = Feature("word", "text", "string", (), None, "none", "Text")
+    number = Feature("number", "tensor", "int64", (), None, "none", "Tensor")
+    features = Features([word, number], "")
     encoded = content.encode()
     (tmp_path / name).write_bytes(gzip.compress(encoded) if name.endswith(".gz") else encoded)
     ((_, record),) = records_of(str(tmp_path / name), features, ["word", "number"], ())

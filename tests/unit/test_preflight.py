@@ -32,12 +32,14 @@ EARLY = dataclasses.asdict(CONFIG.early_stopping)
         ({"step": 100, "exit_code": 75}, False),
         # Ended while a step was on devices that did not answer.
         ({"step": None, "exit_code": 75}, False),
+        (None, False),
     ],
 )
 def test_only_a_run_of_enough_steps_that_ended_well_is_finished(
-    result: dict[str, Any], is_finished: bool, tmp_path: Path
+    result: dict[str, Any] | None, is_finished: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "result.json").write_text(json.dumps(result))
+    if result:
+        (tmp_path / "result.json").write_text(json.dumps(result))
     assert finished_result(str(tmp_path), CONFIG) == (result if is_finished else None)
 
 
@@ -48,10 +50,6 @@ def test_replicas_of_a_host_are_its_gpus_or_one_cpu(monkeypatch: pytest.MonkeyPa
     gpus += ["GPU:0", "GPU:1"]
     assert num_replicas_here(None) == num_replicas_here(2) == 2
     assert num_replicas_here(0) == 1
-
-
-def test_run_without_a_result_is_not_finished(tmp_path: Path) -> None:
-    assert finished_result(str(tmp_path), CONFIG) is None
 
 
 @pytest.mark.parametrize(

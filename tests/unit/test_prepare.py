@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import importlib.util
-import json
 import os
 import signal
 import struct
@@ -30,11 +29,6 @@ from tests.unit.test_split import contents
 __all__ = ["run_prepare", "server"]  # Fixtures.
 
 ROOT = Path(__file__).parents[2]
-MNIST = Path(os.environ.get("TRAINER_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
-needs_mnist = pytest.mark.skipif(
-    not (MNIST / "train-images-idx3-ubyte.gz").exists(),
-    reason="needs MNIST's four IDX files: TRAINER_MNIST=DIR",
-)
 needs_tfds = pytest.mark.skipif(
     importlib.util.find_spec("importlib_resources") is None,
     reason="tensorflow-datasets needs importlib_resources to make a builder",
@@ -137,17 +131,6 @@ def test_idx_files_are_prepared_by_any_name(tmp_path: Path, idx_files: Path) -> 
     assert read_features(str(out))["label"].num_classes == 6
 
 
-def test_tfds_reads_what_is_prepared(tmp_path: Path, idx_files: Path) -> None:
-    prepare("kuzushiji", str(tmp_path / "out"), str(idx_files))
-    import tensorflow_datasets as tfds
-
-    builder = tfds.builder_from_directory(str(tmp_path / "out"))
-    assert builder.info.splits["train"].num_examples == 30
-    examples = list(builder.as_dataset(split="train").as_numpy_iterator())
-    assert np.array_equal([example["label"] for example in examples], np.arange(30) % 6)
-    assert examples[29]["image"].tobytes() == (np.arange(580, 600) % 256).astype(np.uint8).tobytes()
-
-
 STOPS_HALF_WAY = """
 import sys
 from data.prepare import catalog, preparing
@@ -241,26 +224,21 @@ def test_two_prepares_at_once_both_succeed(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["both"]
 
 
+LABELS = "t10k-labels-idx1-ubyte"
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("t10k-labels-idx1-ubyte", Path.unlink, "has no t10k-labels-idx1-ubyte"),
-        (
-            "t10k-labels-idx1-ubyte",
-            lambda path: path.write_bytes(b"<html>404</html>"),
-            "begins with 3c 68 74 6d, needed is 00 00 08 01",
-        ),
+        (LABELS, Path.unlink, f"has no {LABELS}"),
+        (LABELS, lambda path: path.write_bytes(b"<html>"), "3c 68 74 6d, needed is 00 00 08 01"),
+        (LABELS, lambda path: write_idx(path, np.arange(6)), "7 images and 6 labels"),
         (
             "t10k-images-idx3-ubyte",
             lambda path: os.truncate(path, 100),
             "7 x 4 x 5 bytes, which makes 156 with its header; it has 100",
         ),
         ("train-images-idx3-ubyte.gz", lambda path: os.truncate(path, 50), "damaged GZIP"),
-        (
-            "t10k-labels-idx1-ubyte",
-            lambda path: write_idx(path, np.arange(6)),
-            "7 images and 6 labels",
-        ),
     ],
 )
 def test_wrong_idx_files_are_named(
@@ -367,20 +345,6 @@ def test_name_that_is_no_directory_below_datasets_is_refused(tmp_path: Path, nam
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("info", [None, "no JSON", "[]", "{}", '{"name": "other"}'])
-def test_no_message_says_to_remove_a_directory_that_the_program_did_not_write(
-    tmp_path: Path, info: str | None
-) -> None:
-    (tmp_path / "thesis.txt").write_text("dear to me")
-    if info is not None:
-        (tmp_path / "dataset_info.json").write_text(info)
-    said = "not empty" if info is None else ""
-    with pytest.raises(DataError, match=f"{said}.*--data_dir=DIR") as refusal:
-        prepare("digits", str(tmp_path))
-    assert "rm -r" not in str(refusal.value)
-    assert (tmp_path / "thesis.txt").read_text() == "dear to me"
-
-
 def test_layout_of_tensorflow_1_programs_is_written_and_read_by_either_parse(
     tmp_path: Path, idx_files: Path
 ) -> None:
@@ -454,16 +418,3 @@ def test_overwriting_removes_no_file_that_the_program_did_not_write(
     assert run_prepare("digits --data_dir=out --overwrite")[0] == 0
     assert digest(out) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "thesis.txt"]
-
-
-@needs_mnist
-def test_mnist_is_prepared_from_its_own_files(tmp_path: Path) -> None:
-    prepare("mnist", str(tmp_path / "mnist"), str(MNIST))
-    split = records.open_split(str(tmp_path / "mnist"), "train")
-    assert split.num_examples == 60_000
-    assert records.open_split(str(tmp_path / "mnist"), "test").num_examples == 10_000
-    images, labels = read_all(tmp_path / "mnist", "test")
-    assert images.shape == (10_000, 28, 28, 1)
-    assert labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
-    info = json.loads((tmp_path / "mnist" / "dataset_info.json").read_text())
-    assert [split["name"] for split in info["splits"]] == ["test", "train"]

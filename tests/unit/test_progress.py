@@ -2,7 +2,6 @@
 
 import datetime
 import http.server
-import ipaddress
 import json
 import socket
 import ssl
@@ -14,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from werkzeug.serving import make_ssl_devcert
 
 from strategies.metrics import Metrics
 from tests.unit.test_cluster_sources import SLURM
@@ -119,18 +115,18 @@ class Controller:
             def log_message(self, format: str, *arguments: object) -> None:
                 pass
 
-        certificate = write_certificate(directory)
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        certificate, key = make_ssl_devcert(str(directory / "controller"), host="localhost")
+        self._server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, directory / "key.pem")
+        context.load_cert_chain(certificate, key)
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
         (directory / "token").write_text("first\n")
         path = "apis/trainer.kubeflow.org/v1alpha1/namespaces/a/trainjobs/b/status"
         self.environment = {
-            "KUBEFLOW_TRAINER_SERVER_URL": f"https://127.0.0.1:{self._server.server_port}/{path}",
-            "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(certificate),
+            "KUBEFLOW_TRAINER_SERVER_URL": f"https://localhost:{self._server.server_port}/{path}",
+            "KUBEFLOW_TRAINER_SERVER_CA_CERT": certificate,
             "KUBEFLOW_TRAINER_SERVER_TOKEN": str(directory / "token"),
         }
 
@@ -138,30 +134,6 @@ class Controller:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def write_certificate(directory: Path) -> Path:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "controller")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
-    (directory / "key.pem").write_bytes(private)
-    (directory / "ca.crt").write_bytes(certificate.public_bytes(pem))
-    return directory / "ca.crt"
 
 
 @pytest.fixture

@@ -91,40 +91,29 @@ def test_errors_of_the_function_are_one_message(body: str, message: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+ENDED = "--source=f.py:f: its process ended with exit code"
+
+
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "body", "message"),
     [
-        ("f.py", "must be FILE.py:FUNCTION"),
-        ("no.py:f", "There is no no.py"),
-        ("f.py:g", "has no function 'g'. It has: f, two. Type --source=FILE.py:f"),
-        ("f.py:two", "has the parameters a, b. Needed are none, or shard and"),
+        ("f.py", "return []", "must be FILE.py:FUNCTION"),
+        ("no.py:f", "return []", "There is no no.py"),
+        ("f.py:g", "return []", "has no function 'g'. It has: f, two. Type --source=FILE.py:f"),
+        ("f.py:two", "return []", "has the parameters a, b. Needed are none, or shard and"),
+        ("f.py:f", "os._exit(3)", f"{ENDED} 3. Nothing was written."),
+        ("f.py:f", "os.kill(os.getpid(), 9)", f"{ENDED} -9 (SIGKILL): perhaps the memory is too"),
     ],
     ids=str,
 )
-def test_wrong_function_is_exit_code_2_and_one_line(
-    source: str, message: str, run_prepare: Run, tmp_path: Path
+def test_function_that_is_wrong_or_ends_its_process_is_exit_code_2_and_one_line(
+    source: str, body: str, message: str, run_prepare: Run, tmp_path: Path
 ) -> None:
-    (tmp_path / "f.py").write_text("def f():\n    return []\n\n\ndef two(a, b):\n    return []\n")
-    code, said = run_prepare(f"python:x --source={source}")
-    assert (code, said.count("\n")) == (2, 1), said
+    code = f"import os\n\n\ndef f():\n    {body}\n\n\ndef two(a, b):\n    return []\n"
+    (tmp_path / "f.py").write_text(code)
+    exit_code, said = run_prepare(f"python:x --source={source}")
+    assert (exit_code, said.count("\n")) == (2, 1), said
     assert message in said
-    assert not (tmp_path / "datasets").exists()
-
-
-@pytest.mark.parametrize(
-    ("end", "message"),
-    [
-        ("os._exit(3)", "exit code 3. Nothing was written."),
-        ("os.kill(os.getpid(), 9)", "exit code -9 (SIGKILL): perhaps the memory is too small."),
-    ],
-)
-def test_process_of_a_function_that_ends_is_named(
-    end: str, message: str, run_prepare: Run, tmp_path: Path
-) -> None:
-    (tmp_path / "f.py").write_text(f"import os\n\n\ndef f():\n    {end}\n")
-    code, said = run_prepare("python:x --source=f.py:f")
-    assert (code, said.count("\n")) == (2, 1), said
-    assert f"--source=f.py:f: its process ended with {message}" in said
     assert not (tmp_path / "datasets").exists()
 
 

@@ -20,6 +20,7 @@ from data.tfrecord import split as records
 from data.tickets import DiskTickets
 from tests.commands import run_python
 from tests.shards import write_shards
+from tests.unit.stand_ins import wait_for
 from tests.unit.test_split import flip
 
 NUM_EXAMPLES = 3011  # A prime: no batch size divides it.
@@ -288,13 +289,8 @@ def test_batches_are_made_ahead_as_many_as_asked_for(
     batches = iter(DiskReader(reader).batches(0, range(NUM_LANES)))
     next(batches)
     least, most = 1 + prefetch_batches, 1 + prefetch_batches + 6  # In threads, and between stages.
-    deadline = time.monotonic() + 20
-    while int(parsed) < least and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert int(parsed) >= least
-    deadline = time.monotonic() + 0.5
-    while int(parsed) <= most and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: int(parsed) >= least)
+    time.sleep(0.5)
     assert int(parsed) <= most
 
 
@@ -303,17 +299,12 @@ def test_blocks_hold_all_batches_in_groups_of_one_size() -> None:
         range(1, 200), range(1, 40), (1, 2, 5)
     ):
         blocks = list(disk_reader._cut(num_batches, most, groups_of_block * most))
-        at = 0
-        for first, num_groups, size in blocks:
-            assert first == at
-            assert 1 <= size <= most
-            assert 1 <= num_groups <= groups_of_block
-            at += num_groups * size
-        assert at == num_batches
-        *but_last, _ = blocks
-        sizes = {size for _, _, size in but_last}
-        assert len(sizes) <= 1
-        # No more groups than twice what it takes, and the one that is left.
+        ends = [first + num_groups * size for first, num_groups, size in blocks]
+        assert [first for first, _, _ in blocks] == [0, *ends[:-1]]
+        assert ends[-1] == num_batches
+        assert len({size for _, _, size in blocks[:-1]}) <= 1
+        assert max(size for _, _, size in blocks) <= most
+        assert max(num_groups for _, num_groups, _ in blocks) <= groups_of_block
         fewest = -(-num_batches // most)
         assert sum(num_groups for _, num_groups, _ in blocks) <= 2 * fewest + 1
     assert list(disk_reader._cut(32, 10, 50)) == [(0, 4, 8)]

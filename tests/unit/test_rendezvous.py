@@ -1,12 +1,9 @@
-"""Workers of multiworker meet: over real sockets, and in a simulation of random deaths."""
+"""Workers of multiworker meet, over real sockets."""
 
 import concurrent.futures
 import dataclasses
 import queue
-import random
 import threading
-import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,12 +13,12 @@ from strategies.cluster.ports import free_ports, held
 from strategies.cluster.rendezvous import (
     Greeting,
     Processes,
-    _Meeting,
     connecting,
     digest_of,
     wait_for_peers,
 )
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from tests.unit.stand_ins import wait_for
 
 WORKERS = [Task("worker", index) for index in range(3)]
 
@@ -134,20 +131,15 @@ class Waiting:
         self._thread.start()
 
     def greeting(self) -> Greeting:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            if sent := self._network.real(self.cluster.address):
-                greeting = Greeting.decoded(sent)
-                assert greeting
-                return greeting
-        raise AssertionError("it sends nothing")
+        wait_for(lambda: bool(self._network.real(self.cluster.address)))
+        greeting = Greeting.decoded(self._network.real(self.cluster.address) or b"")
+        assert greeting
+        return greeting
 
     def met(self, processes: Processes) -> str:
         """The digest of `processes` and of this process; waits until it sends this one."""
         expected = digest_of({**processes, WORKERS[2]: self.greeting().process})
-        deadline = time.monotonic() + 20
-        while self.greeting().met != expected:
-            assert time.monotonic() < deadline
+        wait_for(lambda: self.greeting().met == expected)
         return expected
 
     def waits_on(self) -> bool:
@@ -163,13 +155,14 @@ class Waiting:
 def test_server_of_an_earlier_start_does_not_count_until_it_was_started_again(
     network: Network, *, has_left: bool
 ) -> None:
-    network.serving = {WORKERS[0]}
-    network.waiting[WORKERS[1]] = Greeting(WORKERS[1], "b")
+    network.serving = {WORKERS[0], WORKERS[1]}
     waiting = Waiting(network)
-    assert waiting.waits_on(), "it counted a process of an earlier start"
+    assert waiting.waits_on(), "it counted processes of an earlier start"
+    network.waiting[WORKERS[1]] = Greeting(WORKERS[1], "b")
+    network.serving.clear()
+    assert waiting.waits_on()
     assert waiting.greeting().met is None
 
-    network.serving.clear()
     network.waiting[WORKERS[0]] = Greeting(WORKERS[0], "a")
     met = waiting.met({WORKERS[0]: "a", WORKERS[1]: "b"})
     assert waiting.waits_on(), "the others have not seen it yet"
@@ -238,68 +231,3 @@ def test_server_of_another_task_in_a_place_is_named(
     network.serving = {WORKERS[1]}
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but worker 1"):
         wait_for_peers(network.clusters[2])
-
-
-class Simulated:
-    """A worker, in steps that any other worker may come between; it is killed and started again."""
-
-    def __init__(self, network: Network, index: int) -> None:
-        self._network = network
-        self._cluster = network.clusters[index]
-        self.num_restarts = -1
-        self.restart()
-
-    def restart(self) -> None:
-        self.num_restarts += 1
-        self.processes: Processes | None = None  # Once it has left.
-        self.meeting = _Meeting(self._cluster)
-        self._network.serving.discard(self._cluster.task)
-        self._say()
-        self._look = self._looks()
-
-    def proceed(self) -> None:
-        next(self._look)
-
-    def _say(self) -> None:
-        self._network.waiting[self._cluster.task] = self.meeting.greeting()
-
-    def _looks(self) -> Iterator[None]:
-        """As `wait_for_peers` and then `watch_restarts`; others proceed at each yield."""
-        others = self._cluster.other_trainers
-        while self.processes is None:
-            before, found = self.meeting.processes(), []
-            for task in others:
-                found.append(self.meeting.identify(self._cluster.address_of(task)))
-                self._say()
-                yield
-            if found == list(others) and self.meeting.processes() == before:
-                self.processes = before
-        del self._network.waiting[self._cluster.task]
-        self._network.serving.add(self._cluster.task)
-        while True:
-            for task in others:
-                greeting = self._network.waiting.get(task)
-                if greeting and greeting.process != self.processes[task]:
-                    self.restart()
-                yield
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_workers_that_die_at_random_meet_once_they_live(seed: int, network: Network) -> None:
-    chance = random.Random(seed)
-    workers = [Simulated(network, index) for index in range(3)]
-    for _ in range(chance.randrange(400)):
-        worker = chance.choice(workers)
-        if chance.random() < 0.05:
-            worker.restart()
-        else:
-            worker.proceed()
-    before = [worker.num_restarts for worker in workers]
-    for _ in range(24):
-        for worker in chance.sample(workers, len(workers)):
-            worker.proceed()
-    ids = {task: w.meeting.greeting().process for task, w in zip(WORKERS, workers, strict=True)}
-    for task, worker in zip(WORKERS, workers, strict=True):
-        assert worker.processes == {other: i for other, i in ids.items() if other != task}
-    # Without another death no process may end more than once to meet the others.
-    assert all(w.num_restarts - n <= 1 for w, n in zip(workers, before, strict=True))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from benchmarks.slow_link import SlowLink
 from data.disk_reader import DiskReader
@@ -19,6 +18,7 @@ from data.tfrecord import split as records
 from data.tfrecord.damage import examine
 from data.tfrecord.shard_copies import with_copies
 from tests.s3 import link, needs_s3, url
+from tests.unit.stand_ins import wait_for
 from tests.unit.test_reader import NUM_LANES, make_reader, numbers, write_split
 from trainer.inputs import Inputs, data_errors_explained
 
@@ -152,22 +152,20 @@ def test_reading_waits_while_the_store_does_not_answer(
     split = upload(url, tmp_path)
     with_copy = make_reader(copied(split, tmp_path))
     without = make_reader(with_copies(split, str(tmp_path / "none"), 0))
+
+    def open_when_warned() -> None:
+        wait_for(lambda: "Trying again" in caplog.text, 100)
+        link.is_open = True
+
     for reader in (with_copy, without):
         link.is_open = False
         caplog.clear()
-        opened = threading.Thread(target=_open_when_warned, args=(link, caplog))
+        opened = threading.Thread(target=open_when_warned)
         with caplog.at_level(logging.WARNING):
             opened.start()
             read(reader)
         opened.join()
         assert "Trying again" in caplog.text
-
-
-def _open_when_warned(link: SlowLink, caplog: pytest.LogCaptureFixture) -> None:
-    ended = threading.Event()
-    while "Trying again" not in caplog.text:
-        ended.wait(0.01)
-    link.is_open = True
 
 
 @pytest.mark.slow
@@ -183,13 +181,3 @@ def test_full_disk_is_reported_once_and_reading_continues(
     with caplog.at_level(logging.WARNING):
         read(reader)
     assert len([r for r in caplog.records if "No space left" in r.getMessage()]) == 3
-
-
-@pytest.mark.slow
-def test_tensorflow_reads_complete_copies(url: str, tmp_path: Path) -> None:
-    split = copied(upload(url, tmp_path), tmp_path)
-    complete(split)
-    assert split.copies is not None
-    paths = [split.copies.local[shard.path] for shard in split.shards]
-    found = tf.data.TFRecordDataset(paths).reduce(0, lambda count, record: count + 1)
-    assert int(found) == split.num_examples

@@ -55,147 +55,145 @@ def test_handler_that_a_library_replaced_is_set_again() -> None:
         assert asked.wait(10)
 
 
-def run(body: str) -> subprocess.CompletedProcess[str]:
-    program = "import os, signal, threading, time\nfrom trainer.guards.signals import StopSignals\n"
-    return run_python("-c", program + textwrap.dedent(body))
+PRELUDE = """
+import os, queue, signal, threading, time
+from trainer.guards.signals import SignalThread, StopSignals
+
+asked = threading.Event()
+def send(signum=signal.SIGTERM):
+    os.kill(os.getpid(), signum)
+def wait(secs=50):
+    threading.Event().wait(secs)
+"""
+
+
+def ended_with(exit_code: int, body: str) -> subprocess.CompletedProcess[str]:
+    """A process that ran `body`; asserts its exit code."""
+    ended = run_python("-c", PRELUDE + textwrap.dedent(body))
+    assert ended.returncode == exit_code, ended.stderr
+    return ended
 
 
 @EACH
 def test_signal_before_on_stop_ends_at_once(signum: signal.Signals) -> None:
-    ended = run(f"""
-        with StopSignals():
-            os.kill(os.getpid(), {signum:d})
-            threading.Event().wait(50)
-    """)
-    assert ended.returncode == 75
+    ended = ended_with(75, f"with StopSignals():\n    send({signum:d})\n    wait()")
     assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow
 @EACH
 def test_second_signal_ends_at_once_unless_the_terminal_was_closed(signum: signal.Signals) -> None:
-    ended = run(f"""
-        asked = threading.Event()
+    is_saved = signum in REPEATED
+    body = f"""
         with StopSignals() as signals:
             signals.on_stop(asked.set, grace_secs=60)
-            os.kill(os.getpid(), {signal.SIGTERM:d})
+            send()
             assert asked.wait(50)
             print("asked", flush=True)
             time.sleep(0.6)  # A repetition comes earlier.
-            os.kill(os.getpid(), {signum:d})
-            threading.Event().wait(0.5 if {signum in REPEATED} else 50)
+            send({signum:d})
+            wait(0.5 if {is_saved} else 50)
             print("saved", flush=True)
-    """)
-    is_saved = signum in REPEATED
+    """
+    ended = ended_with(0 if is_saved else 75, body)
     assert ended.stdout == ("asked\nsaved\n" if is_saved else "asked\n")
-    assert ended.returncode == (0 if is_saved else 75)
 
 
 def test_signal_that_repeats_the_first_at_once_is_ignored() -> None:
-    ended = run("""
-        asked = threading.Event()
+    body = """
         with StopSignals() as signals:
             signals.on_stop(asked.set, grace_secs=60)
             for _ in range(3):
-                os.kill(os.getpid(), signal.SIGINT)
+                send(signal.SIGINT)
                 time.sleep(0.01)
             assert asked.wait(50)
             time.sleep(1)
             print("saved", flush=True)
-    """)
-    assert ended.stdout == "saved\n"
-    assert ended.returncode == 0
+    """
+    assert ended_with(0, body).stdout == "saved\n"
 
 
 def test_main_thread_that_waits_outside_python_can_be_stopped() -> None:
     """Python's handlers wait for the main thread, which here waits in the C library."""
-    ended = run("""
+    body = """
         import ctypes
         mutex = ctypes.create_string_buffer(64)  # Zeros are PTHREAD_MUTEX_INITIALIZER.
         libc = ctypes.CDLL(None)
         with StopSignals() as signals:
             signals.on_stop(lambda: os._exit(7), grace_secs=60)
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Timer(0.1, send).start()
             libc.pthread_mutex_lock(mutex)
             libc.pthread_mutex_lock(mutex)  # Blocks, whatever signal comes.
-    """)
-    assert ended.returncode == 7
+    """
+    ended_with(7, body)
 
 
 def test_task_that_is_not_done_after_grace_secs_is_ended() -> None:
-    ended = run(f"""
+    body = """
         with StopSignals() as signals:
             signals.on_stop(lambda: print("asked", flush=True), grace_secs=0.2)
-            os.kill(os.getpid(), {signal.SIGTERM:d})
-            threading.Event().wait(50)
-    """)
+            send()
+            wait()
+    """
+    ended = ended_with(75, body)
     assert ended.stdout == "asked\n"
-    assert ended.returncode == 75
     assert "--grace_secs" in ended.stderr
 
 
 def test_timer_is_cancelled_when_the_task_is_done() -> None:
-    ended = run(f"""
-        asked = threading.Event()
+    body = """
         with StopSignals() as signals:
             signals.on_stop(asked.set, grace_secs=0.5)
-            os.kill(os.getpid(), {signal.SIGTERM:d})
+            send()
             assert asked.wait(50)
         time.sleep(1)
-        os._exit(0)
-    """)
-    assert ended.returncode == 0
+    """
+    ended_with(0, body)
 
 
 def test_sigusr1_says_that_a_peer_was_lost_while_a_callback_is_set() -> None:
-    ended = run("""
-        called = threading.Event()
+    body = """
         with StopSignals() as signals:
             signals.on_stop(lambda: os._exit(3), grace_secs=60)
-            signals.on_peer_lost(called.set)
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert called.wait(10)
+            signals.on_peer_lost(asked.set)
+            send(signal.SIGUSR1)
+            assert asked.wait(10)
             signals.on_peer_lost(None)
-            os.kill(os.getpid(), signal.SIGUSR1)
-            threading.Event().wait(50)
-    """)
-    assert ended.returncode == -signal.SIGUSR1, ended.stderr
+            send(signal.SIGUSR1)
+            wait()
+    """
+    ended_with(-signal.SIGUSR1, body)
 
 
 def test_signal_that_another_thread_gets_is_handled_while_the_main_thread_waits() -> None:
     """The kernel chooses another thread if the main thread handles another signal already."""
-    ended = run("""
-        import queue
-        from trainer.guards.signals import SignalThread
+    body = """
         events = queue.SimpleQueue()
         with SignalThread([signal.SIGTERM], events.put):
-            other = threading.Thread(target=threading.Event().wait, args=[50], daemon=True)
+            other = threading.Thread(target=wait, daemon=True)
             other.start()
-            send = lambda: signal.pthread_kill(other.ident, signal.SIGTERM)
-            threading.Timer(0.2, send).start()
+            threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGTERM)).start()
             assert events.get(timeout=20) == signal.SIGTERM
         os._exit(0)
-    """)
-    assert ended.returncode == 0, ended.stderr
+    """
+    ended_with(0, body)
 
 
 def test_error_of_a_callback_ends_the_process_also_if_nobody_reads_its_output() -> None:
-    ended = run(f"""
-        from trainer.guards.signals import SignalThread
+    body = """
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(writer, 2)
         with SignalThread([signal.SIGTERM], lambda number: 1 / 0):
-            os.kill(os.getpid(), {signal.SIGTERM:d})
-            threading.Event().wait(50)
-    """)
-    assert ended.returncode == 75
+            send()
+            wait()
+    """
+    ended_with(75, body)
 
 
 def test_signals_at_the_end_of_the_context_are_not_lost() -> None:
     """A signal after each change of the handlers and of the descriptor."""
-    ended = run("""
-        from trainer.guards.signals import SignalThread
+    body = """
         sent, handled = [], []
         signal.signal(signal.SIGUSR1, lambda *_: handled.append("handler"))
         reading = SignalThread([signal.SIGUSR1], lambda number: None)
@@ -203,7 +201,7 @@ def test_signals_at_the_end_of_the_context_are_not_lost() -> None:
             def call(*arguments):
                 result = function(*arguments)
                 sent.append(function.__name__)
-                os.kill(os.getpid(), signal.SIGUSR1)
+                send(signal.SIGUSR1)
                 return result
             return call
         with reading:
@@ -211,8 +209,8 @@ def test_signals_at_the_end_of_the_context_are_not_lost() -> None:
             signal.set_wakeup_fd = sending(signal.set_wakeup_fd)
         assert sorted(sent) == ["set_wakeup_fd", "signal"], sent
         assert len(handled) == len(sent), (sent, handled)
-    """)
-    assert ended.returncode == 0, ended.stderr
+    """
+    ended_with(0, body)
 
 
 def test_first_signal_requests_a_stop_and_does_not_print_in_the_handler(

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +114,6 @@ def test_svhn_is_prepared_as_scipy_reads_it(tmp_path: Path) -> None:
         assert len(images) == count
 
 
-LOADS = "import scipy.io, sys; scipy.io.loadmat(sys.argv[1])"
-
-
 @pytest.mark.parametrize(
     ("compress", "cut", "place"),
     [
@@ -140,7 +136,6 @@ def test_svhn_file_that_is_cut_short_or_has_a_wrong_byte_is_named(
     if place is not None:
         content[place] ^= 0xFF
     path.write_bytes(content)
-    assert run_python("-c", LOADS, str(path)).returncode
     with pytest.raises(DataError, match=r"train_32x32\.mat .* is damaged or cut short") as refusal:
         prepare("svhn", str(tmp_path / "out"), str(tmp_path))
     assert len(str(refusal.value).splitlines()) == 1
@@ -297,12 +292,8 @@ def test_csv_types_hold_over_the_whole_file(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("csv:iris", str(out), str(source), Options(label="species"))
     known = read_features(str(out))
-    assert {name: known[name].dtype for name in known} == {
-        "sepal": "float32",
-        "petal": "float32",
-        "count": "int64",
-        "species": "int64",
-    }
+    dtypes = {"sepal": "float32", "petal": "float32", "count": "int64", "species": "int64"}
+    assert {name: known[name].dtype for name in known} == dtypes
     sepal, count, species = parsed(out, "train", "sepal", "count", "species")
     assert sepal.tolist() == pytest.approx([5.1, 7, 6.3, 4.9])
     assert count.tolist() == [3, -2, 2**63 - 1, 1]
@@ -471,12 +462,6 @@ def test_csv_lists_of_any_length_are_filled_up(tmp_path: Path) -> None:
     assert tags.tolist() == [[3, 17, 5], [-2, -1, -1], [-1, -1, -1]]
     assert genres.tolist() == [[b"Drama", b"Science Fiction"], [b"Drama", b""], [b"", b""]]
     assert words.tolist() == [[b"a", b"b"], [b"", b""], [b"c", b""]]
-    # As docs/embeddings.md says: words are ids, and empty text is padding.
-    import keras
-
-    ids = keras.layers.Hashing(2**63 - 1, mask_value="")(genres) - 1
-    assert np.equal(ids, -1).tolist() == [[False, False], [False, True], [True, True]]
-    assert ids[0][0] == ids[1][0]
     wrong = Options(label="clicked", lists="clicked")
     with pytest.raises(DataError, match="--lists has 'clicked'"):
         prepare("csv:films", str(tmp_path / "other"), str(source), wrong)
@@ -605,8 +590,6 @@ def test_damaged_npz_is_named(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "a.npz").read_bytes())
     content[100_000] ^= 1
     (tmp_path / "a.npz").write_bytes(content)
-    with pytest.raises(zipfile.BadZipFile):
-        np.load(tmp_path / "a.npz")["x"]
     with pytest.raises(DataError, match=r"a\.npz: x\.npy is damaged: Bad CRC"):
         prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"), Options(label="y"))
 

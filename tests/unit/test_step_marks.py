@@ -1,7 +1,6 @@
 """After a sum has failed, the variables are those of the last complete step, or none is claimed."""
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,14 +16,13 @@ _LATE_SECS = 0.3
 class Steps:
     """Steps with two sums. The second fails in step 3, after the first has long arrived."""
 
-    def __init__(self, num_replicas: int, *, has_marks: bool = True) -> None:
+    def __init__(self, num_replicas: int) -> None:
         self.strategy = replicas(num_replicas)
         with self.strategy.scope():
             self.first, self.second, self.seen = (tf.Variable([0.0, 0.0]) for _ in range(3))
             self.step = tf.Variable(0, dtype=tf.int64)
             self.last = tf.Variable(0.0)
         self.marks = StepMarks(self.strategy, self.step, [self.seen])
-        self._has_marks = has_marks
         self.fails_in = "sum"
 
     def run(self, num_steps: int) -> None:
@@ -40,9 +38,8 @@ class Steps:
 
     def _step(self, one: tf.Tensor) -> None:
         self.seen.assign_add([one, one])
-        gradients = [tf.stack([one, one]), None, self._sum(tf.stack([one, one]))]
-        if self._has_marks:
-            gradients = self.marks.begun(gradients)
+        ones = tf.stack([one, one])
+        gradients = self.marks.begun([ones, None, self._late("sum", ones)])
 
         def change(strategy: tf.distribute.Strategy, *of_replicas: tf.Tensor) -> list[tf.Tensor]:
             pairs = zip((self.first, self.second), of_replicas, strict=True)
@@ -57,9 +54,6 @@ class Steps:
             counted = self.step.assign_add(1)
         with tf.control_dependencies([counted]):
             self.last.assign_add(self._late("after the count", one))
-
-    def _sum(self, gradient: tf.Tensor) -> tf.Tensor:
-        return self._late("sum", gradient)
 
     def _late(self, place: str, value: tf.Tensor) -> tf.Tensor:
         def look(step: tf.Tensor) -> float:
@@ -91,13 +85,6 @@ def test_failed_sum_changes_nothing_and_the_forward_pass_is_undone(num_replicas:
         assert steps.values(variable) == [2.0] * num_replicas
 
 
-def test_without_marks_the_variables_are_between_two_steps() -> None:
-    steps = Steps(1, has_marks=False)
-    with pytest.raises(tf.errors.OpError, match="a worker was lost"):
-        steps.run(10)
-    assert (steps.values(steps.first), steps.values(steps.second)) == ([3.0], [2.0])
-
-
 def test_no_step_is_claimed_after_a_failure_among_the_changes() -> None:
     steps = Steps(1)
     steps.fails_in = "after the count"
@@ -115,12 +102,7 @@ def test_variables_are_of_the_last_step_between_two_calls() -> None:
     assert steps.marks.return_to_complete() is None
 
 
-def rows(values: tf.Tensor) -> tf.IndexedSlices:
-    return tf.IndexedSlices(values, tf.constant([1, 3]), tf.constant([5, 2]))
-
-
-@pytest.mark.parametrize("make", [lambda t: t, rows], ids=["dense", "rows"])
-def test_gradients_are_returned_as_they_were(make: Callable[[tf.Tensor], tf.Tensor]) -> None:
+def test_gradients_are_returned_as_they_were() -> None:
     strategy = replicas(2)
     with strategy.scope():
         step = tf.Variable(7, dtype=tf.int64)
@@ -129,9 +111,10 @@ def test_gradients_are_returned_as_they_were(make: Callable[[tf.Tensor], tf.Tens
     @tf.function
     def run() -> tf.Tensor:
         def on_replica() -> tf.Tensor:
-            gradient, none = marks.begun([make(tf.ones([2, 2])), None])
+            rows = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 3]), tf.constant([5, 2]))
+            found, none = marks.begun([rows, None])
             assert none is None
-            return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            return found.values
 
         return strategy.run(on_replica)
 

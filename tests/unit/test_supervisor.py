@@ -41,10 +41,16 @@ from tests.unit.stand_ins import (
     when_noted,
 )
 from trainer.local.deaths import Restarts, TaskEnd
+from trainer.local.launch_report import LaunchReport
 from trainer.local.network_namespace import Namespace
 from trainer.local.policy import FixedPolicy
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_process import TaskStarter
+
+
+def first_failure(report: LaunchReport) -> TaskEnd:
+    assert report.first_failure is not None
+    return report.first_failure
 
 
 def test_all_tasks_end_with_zero_and_so_does_the_cluster(
@@ -110,8 +116,7 @@ def test_bad_usage_of_one_task_stops_the_others_at_once_and_is_the_exit_code(
     """
     report = run(tmp_path, PS, body)
     assert report.exit_code == 2
-    assert report.first_failure is not None
-    assert report.first_failure.task == Task("worker", 1)
+    assert first_failure(report).task == Task("worker", 1)
     assert time.monotonic() - began < 5
 
 
@@ -132,8 +137,7 @@ def test_failure_that_ends_the_run_has_the_trainer_save_then_ends_it_and_the_ser
     report = run(tmp_path, SMALL_PS, body, grace_secs=0.5)
     assert set(notes(tmp_path, "asked")) == {"chief-0"}
     assert by_task(report) == {"chief 0": KILLED, "ps 0": KILLED, "worker 0": -signal.SIGTERM}
-    assert report.first_failure is not None
-    assert report.first_failure.task == Task("ps", 0)
+    assert first_failure(report).task == Task("ps", 0)
     assert report.exit_code == 75
 
 
@@ -150,9 +154,8 @@ def test_task_still_running_after_the_chief_is_done_is_an_error(
     """
     report = run(tmp_path, SMALL_PS, body)
     assert by_task(report) == {"chief 0": 0, "worker 0": 0, "ps 0": -signal.SIGTERM}
-    assert report.first_failure is not None
-    assert report.first_failure.task == Task("ps", 0)
-    assert "after chief 0 was done" in report.first_failure.failure
+    assert first_failure(report).task == Task("ps", 0)
+    assert "after chief 0 was done" in first_failure(report).failure
     assert report.exit_code == 1
 
 
@@ -223,8 +226,7 @@ def test_task_that_ignores_the_signal_is_killed_after_grace_secs_and_named(
         report = run(tmp_path, WORKER, "ignore(signal.SIGTERM)", grace_secs=0.5)
     assert set(notes(tmp_path, "asked")) == {"worker-0"}
     assert by_task(report) == {"worker 0": KILLED}
-    assert report.first_failure is not None
-    assert "0.5 s" in report.first_failure.failure
+    assert "0.5 s" in first_failure(report).failure
     assert report.exit_code == 75
 
 
@@ -364,33 +366,11 @@ def test_workers_that_are_left_save_before_all_are_restarted(tmp_path: Path) -> 
     assert first_ends["worker 0"].failure == first_ends["worker 2"].failure == ""
     assert causes(report) == [("worker 1", KILLED, 3)]
     assert report.exit_code == 0
-    assert report.first_failure is not None
-    assert report.first_failure.survived
+    assert first_failure(report).survived
     (written,) = lines_of(tmp_path / "tasks" / "restarts.jsonl")
     assert (written["task"], written["exit_code"]) == ("worker 1", KILLED)
     assert written["started_again"] == list(map(str, cluster.tasks()))
     assert written["last_lines"] == ["start 1"]
-
-
-def test_tasks_that_end_themselves_after_a_peer_are_not_killed(tmp_path: Path) -> None:
-    """After a SIGTERM to one of them, all save, and exit with 75 one after another."""
-    body = """
-        if start > 1:
-            sys.exit(0)
-        note("running")
-        if index == 0:
-            await_note("running-worker-1")
-            sys.exit(75)
-        await_end("running-worker-0")
-        time.sleep(0.5)
-        note("saved")
-        sys.exit(75)
-    """
-    report = run(tmp_path, WORKERS, body, max_restarts=1)
-    assert set(notes(tmp_path, "saved")) == {"worker-1"}
-    assert [end.exit_code for end in report.tasks] == [75, 75, 0, 0]
-    assert causes(report) == [("worker 0", 75, 2)]
-    assert report.exit_code == 0
 
 
 def test_servers_that_the_chief_ends_with_75_cause_no_separate_restart(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """After the loss of a worker: one checkpoint of the furthest step, never over a better one."""
 
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -66,6 +67,9 @@ def test_last_step_is_saved_as_a_checkpoint_from_which_a_run_continues(
     split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:
     toy = trained(split, tmp_path, 7)
+    unfinished = tmp_path / "checkpoints/step-00000007"  # Of a dead chief.
+    unfinished.mkdir(parents=True)
+    (unfinished / "variables.index").write_bytes(b"half")
     save(toy, cluster)
 
     assert toy.checkpoints() == ["claims", "step-00000007"]
@@ -99,16 +103,6 @@ def test_other_checkpoints_stay_though_this_worker_did_not_write_them(
     chief.checkpointer.wait()
     save(survivor, cluster)
     assert chief.checkpoints() == ["claims", "step-00000002", "step-00000004", "step-00000006"]
-
-
-def test_unfinished_checkpoint_of_a_dead_chief_is_replaced(
-    split: Split, tmp_path: Path, cluster: Cluster
-) -> None:
-    unfinished = tmp_path / "checkpoints/step-00000004"
-    unfinished.mkdir(parents=True)
-    (unfinished / "variables.index").write_bytes(b"half")
-    save(trained(split, tmp_path, 4), cluster)
-    assert Toy(split, tmp_path).restore().step == 4
 
 
 def assert_waits_for(writer: Toy, toy: Toy, cluster: Cluster, secs: float) -> None:
@@ -190,21 +184,15 @@ def test_state_between_two_steps_and_damaged_state_are_not_saved(
 
 
 def test_one_of_many_threads_creates_a_file(tmp_path: Path) -> None:
-    path = str(tmp_path / "lock")
-    created = []
-    barrier = threading.Barrier(8)
+    path, barrier = str(tmp_path / "lock"), threading.Barrier(8)
 
-    def create(content: bytes) -> None:
+    def create(number: int) -> bool:
         barrier.wait()
-        if files.create_new(path, content):
-            created.append(content)
+        return files.create_new(path, b"%d" % number)
 
-    threads = [threading.Thread(target=create, args=(b"%d" % i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert created == [Path(path).read_bytes()]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        created = list(pool.map(create, range(8)))
+    assert [number for number in range(8) if created[number]] == [int(Path(path).read_text())]
 
 
 def test_wait_for_a_slow_writer_ends(

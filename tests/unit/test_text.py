@@ -62,10 +62,8 @@ def test_each_byte_is_predicted_once_in_the_order_of_the_documents(
     assert len(whole) - 1 - len(predicted) < LENGTH
     # Processes write parts.
     for first in range(len(found)):
-        assert (
-            sequences(opened, "train", first, min(first + 2, len(found)))
-            == found[first : first + 2]
-        )
+        last = min(first + 2, len(found))
+        assert sequences(opened, "train", first, last) == found[first:last]
 
 
 def test_end_of_each_document_is_the_test_split(texts: Path) -> None:

@@ -205,29 +205,16 @@ def test_two_closures_at_once_both_find_all(split: records.Split) -> None:
     )
 
 
-def graph_of(split: records.Split) -> Any:
-    """The graph of a closure with cached examples, as a message."""
+def test_examples_are_on_the_cpu_and_their_memory_is_allocated_once(split: records.Split) -> None:
     source = Closure(make_caching_reader(split)).source
-    graph = tf.function(source.parse_ticket, input_signature=[source.ticket_spec()])
-    return graph.get_concrete_function().graph.as_graph_def()
-
-
-def test_examples_are_on_the_cpu_whatever_else_a_worker_has(split: records.Split) -> None:
-    graph = graph_of(split)
+    traced = tf.function(source.parse_ticket, input_signature=[source.ticket_spec()])
+    graph = traced.get_concrete_function().graph.as_graph_def()
     nodes = [node for function in graph.library.function for node in function.node_def]
     resources = [n for n in (*nodes, *graph.node) if n.op in ("VarHandleOp", "MutexV2")]
     assert {node.device for node in resources} == {"/device:CPU:0"}
-
-
-def test_memory_is_allocated_once_and_not_by_each_closure(split: records.Split) -> None:
-    """Each graph would hold a constant of that size, even if it fills nothing."""
-    ops = {
-        node.op
-        for function in graph_of(split).library.function
-        for node in function.node_def
-        if "zeros" in node.name or node.op in ("Fill", "Empty")
-    }
-    assert ops == {"Empty"}
+    # Otherwise each graph would hold a constant of that size, even if it fills nothing.
+    filled = [node for node in nodes if "zeros" in node.name or node.op in ("Fill", "Empty")]
+    assert {node.op for node in filled} == {"Empty"}
 
 
 class SubBatches:

@@ -34,10 +34,7 @@ def test_values_are_added_along_one_tree_and_computed_when_they_are_needed() -> 
     assert log[:7] == ["0", "1", "(01)", "2", "3", "(23)", "((01)(23))"]
     assert in_pairs(value, 1, add) == "0"
     # The sum of a replica's range of parts is a node of the tree.
-    halves = [
-        in_pairs(list("0123").__getitem__, 4, add),
-        in_pairs(list("4567").__getitem__, 4, add),
-    ]
+    halves = [in_pairs(list(part).__getitem__, 4, add) for part in ("0123", "4567")]
     assert in_pairs(halves.__getitem__, 2, add) == "(((01)(23))((45)(67)))"
 
 
@@ -114,41 +111,31 @@ def test_totals_of_parts_have_the_same_sum_in_any_order() -> None:
     random = np.random.default_rng(0)
     values = tf.constant(random.lognormal(0, 4, size=[6, 1]))
     rounded = [totals_of_parts(lambda part: part[0], v[tf.newaxis], 1) for v in values]
-    sums = {in_sequence(order) for order in itertools.permutations([float(v[0]) for v in rounded])}
+    sums = {sum(order) for order in itertools.permutations([float(v[0]) for v in rounded])}
     assert len(sums) == 1
     assert sums.pop() == pytest.approx(float(tf.reduce_sum(values)), abs=1e-8)
-    plain = {in_sequence(order) for order in itertools.permutations(values.numpy().ravel())}
+    plain = {sum(order) for order in itertools.permutations(values.numpy().ravel())}
     assert len(plain) > 1  # So these values can show it.
 
 
-def in_sequence(values: Sequence[float]) -> float:
-    total = 0.0
-    for value in values:
-        total = total + float(value)
-    return total
+NUMERIC = ("float32", "bfloat16", "float64", "int32")
+NEXT = np.nextafter(np.float32(1), np.float32(2))
 
 
-@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.float64, tf.int32, tf.bool])
-def test_digest_knows_each_bit_and_each_place(dtype: tf.DType) -> None:
-    value = np.arange(1, 7) % 2 if dtype == tf.bool else np.arange(1, 7)
-
-    def of(values: Sequence[int]) -> int:
-        variable = tf.Variable(tf.cast(values, dtype))
-        return int(digest(variable).numpy())
-
-    first = of(list(value))
-    assert of(list(value)) == first
-    swapped = [value[1], value[0], *value[2:]]
-    changed = [*value[:-1], 0 if dtype != tf.bool else 1 - value[-1]]
-    assert len({first, of(swapped), of(changed), of(list(value[:-1]))}) == 4
-
-
-def test_digest_of_one_bit_of_a_float() -> None:
-    one = tf.Variable([1.0, 2.0])
-    other = tf.Variable([np.nextafter(np.float32(1.0), np.float32(2.0)), 2.0])
-    negative = tf.Variable([-0.0]), tf.Variable([0.0])
-    assert int(digest(one)) != int(digest(other))
-    assert int(digest(negative[0])) != int(digest(negative[1]))
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        *((dtype, [[1, 2, 3], [2, 1, 3], [1, 2, 0], [1, 2]]) for dtype in NUMERIC),
+        ("bool", [[1, 0, 1], [0, 1, 1], [1, 0, 0], [1, 0]]),
+        ("float32", [[1, 2], [NEXT, 2]]),
+        ("float32", [[-0.0], [0.0]]),
+    ],
+)
+def test_digest_knows_each_bit_and_each_place(dtype: str, values: list[list[float]]) -> None:
+    variables = [tf.Variable(tf.cast(value, dtype)) for value in (*values, values[0])]
+    *digests, again = [int(digest(variable)) for variable in variables]
+    assert again == digests[0]
+    assert len(set(digests)) == len(values)
 
 
 REFUSED: Sequence[tuple[Mapping[str, object], int, str]] = (

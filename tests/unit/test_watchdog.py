@@ -3,14 +3,13 @@
 import logging
 import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_python
 from trainer.guards.watchdog import Watchdog
 
 
@@ -77,20 +76,17 @@ def test_first_steps_may_take_four_times_as_long() -> None:
     assert "no step was completed" in message
 
 
+HOLDS_THE_LOCK = """
+import ctypes, time
+from trainer.guards.watchdog import Watchdog
+with Watchdog(0.2, print):
+    time.sleep(0.1)
+    ctypes.PyDLL(None).sleep(50)  # Unlike CDLL it keeps Python's lock.
+"""
+
+
 def test_process_ends_even_if_its_threads_cannot_run() -> None:
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import ctypes, time\nfrom trainer.guards.watchdog import Watchdog\n"
-            "with Watchdog(0.2, print):\n"
-            "    time.sleep(0.1)\n"
-            "    ctypes.PyDLL(None).sleep(50)  # Unlike CDLL it keeps Python's lock.\n",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=40,
-    )
+    ended = run_python("-c", HOLDS_THE_LOCK)
     assert ended.returncode == 1
     assert "most recent call first" in ended.stderr
 

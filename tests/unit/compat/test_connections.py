@@ -2,12 +2,12 @@
 
 import contextlib
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from data.system.compat.connections import limit_new_sockets, limit_silence
+from tests.unit.stand_ins import wait_for
 
 
 @pytest.fixture
@@ -58,8 +58,5 @@ def test_known_sockets_and_other_descriptors_stay_as_they_are(listening: socket.
 
 def test_new_sockets_are_limited_within_seconds(listening: socket.socket) -> None:
     limit_silence(40)
-    deadline = time.monotonic() + 30
     with socket.create_connection(listening.getsockname()) as client:
-        while limits_of(client) != (1, 10, 40_000):
-            assert time.monotonic() < deadline, limits_of(client)
-            time.sleep(0.1)
+        wait_for(lambda: limits_of(client) == (1, 10, 40_000), 30)

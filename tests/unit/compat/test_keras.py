@@ -153,14 +153,10 @@ def test_product_of_nadam_is_that_of_keras_and_no_variable() -> None:
     assert len(ours.variables) == len(theirs.variables) - 1, delete("keras_optimizers")
 
 
-@pytest.fixture(params=['{"floatx": "float7"}', '{"epsilon": "small"}'])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    (tmp_path / "keras.json").write_text(request.param)
-    return tmp_path
-
-
 @pytest.mark.slow
-def test_wrong_value_in_keras_json_is_traced_to_the_file(home: Path) -> None:
+@pytest.mark.parametrize("content", ['{"floatx": "float7"}', '{"epsilon": "small"}'])
+def test_wrong_value_in_keras_json_is_traced_to_the_file(content: str, tmp_path: Path) -> None:
+    (tmp_path / "keras.json").write_text(content)
     program = """
 from data.system.compat.keras_file import refused_file
 try:
@@ -168,9 +164,9 @@ try:
 except (AssertionError, ValueError) as error:
     print(refused_file(error), error)
 """
-    ended = run_python("-c", program, KERAS_HOME=str(home), check=True)
+    ended = run_python("-c", program, KERAS_HOME=str(tmp_path), check=True)
     path, _, error = ended.stdout.partition(" ")
-    assert path == str(home / "keras.json"), ended
+    assert path == str(tmp_path / "keras.json"), ended
     assert "keras.json" not in error, delete("keras_file")
 
 

@@ -34,8 +34,6 @@ def test_noise_is_what_tensorflow_prints_if_the_user_asks_for_it() -> None:
 def test_lines_that_are_not_noise_are_kept_whoever_writes_them() -> None:
     program = """
 import os, sys
-from tests.commands import run_python
-from tests.commands import run_python
 from data.system.compat import quiet
 with quiet._start_up_lines_removed():
     os.write(2, b"from C++\\nI0000 oneDNN custom operations are on. ...\\nlast words")

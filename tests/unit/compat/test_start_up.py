@@ -66,41 +66,33 @@ assert options.memory_optimization == type(options).NO_MEM_OPT, options
     run_python("-c", code, check=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("", "grpc.enable_http_proxy=0"),
-        ("grpc.keepalive_time_ms=9", "grpc.keepalive_time_ms=9,grpc.enable_http_proxy=0"),
-        ("grpc.enable_http_proxy=1", "grpc.enable_http_proxy=1"),
-    ],
+PROXY, GRPC = "grpc.enable_http_proxy", "TF_GRPC_DEFAULT_OPTIONS"
+CACHE, XLA = "--tf_xla_persistent_cache_directory", "TF_XLA_FLAGS"
+IN_MEMORY = (
+    f"{CACHE}=ram://compiled --tf_xla_persistent_cache_device_types=CPU "
+    "--tf_xla_disable_strict_signature_checks"
 )
-def test_grpc_options_of_the_user_take_precedence(
-    given: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TF_GRPC_DEFAULT_OPTIONS", given)
-    for _ in range(2):
-        set_environment()
-        assert os.environ["TF_GRPC_DEFAULT_OPTIONS"] == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "is_added"),
+    ("variable", "given", "added"),
     [
-        ("", True),
-        ("--tf_xla_auto_jit=1", True),
-        ("--tf_xla_persistent_cache_directory=/mine", False),
-        ("/file/with/flags", False),
+        (GRPC, "", f"{PROXY}=0"),
+        (GRPC, "grpc.keepalive_time_ms=9", f",{PROXY}=0"),
+        (GRPC, f"{PROXY}=1", ""),
+        (XLA, "", IN_MEMORY),
+        (XLA, "--tf_xla_auto_jit=1", f" {IN_MEMORY}"),
+        (XLA, f"{CACHE}=/mine", ""),
+        (XLA, "/file/with/flags", ""),
     ],
 )
-def test_cache_of_programs_is_in_memory_unless_the_user_names_another(
-    given: str, is_added: bool, monkeypatch: pytest.MonkeyPatch
+def test_options_are_added_to_those_of_the_user_which_take_precedence(
+    variable: str, given: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TF_XLA_FLAGS", given)
+    monkeypatch.setenv(variable, given)
     for _ in range(2):
         set_environment()
-        found = os.environ["TF_XLA_FLAGS"]
-        assert found.startswith(given)
-        assert found.count("--tf_xla_persistent_cache_directory=ram://") == is_added
+        assert os.environ[variable] == given + added
 
 
 FAULTS = """
