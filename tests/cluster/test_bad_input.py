@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import trainer
-from tests.cluster.runs import ROOT, Process, assert_one_error, snapshot
+from tests.cluster.runs import ROOT, assert_refused, run, snapshot
 from tests.damage import flip_bit
 
 LINEAR = "tests/cluster/configs/linear.py"
@@ -180,10 +180,8 @@ def test_bad_input_is_explained(case: Case, digits: Path, tmp_path: Path) -> Non
     env = {"TF_CONFIG": case.tf_config} if case.tf_config else {}
     with nothing_made_or_changed(case, digits, tmp_path) as names:
         flags = (*case.flags.format(**names).split(), f"--model_dir={model_dir}")
-        with Process(flags, model_dir, env=env) as process:
-            run = process.wait()
-    assert_one_error(run, *(part.format(**names) for part in case.named))
-    assert run.stdout == ""
+        parts = (part.format(**names) for part in case.named)
+        assert assert_refused(flags, model_dir, *parts, env=env).stdout == ""
 
 
 @pytest.mark.parametrize("case", FOUND_HERE.values(), ids=FOUND_HERE)
@@ -213,8 +211,7 @@ def test_refused_run_without_a_model_dir_leaves_the_latest_run(
     (tmp_path / "runs/old").mkdir(parents=True)
     (tmp_path / "runs/latest").symlink_to("old")
     flags = (*words.split(), "--batch_size=3", f"--data_dir={digits}")
-    with Process(flags, tmp_path / "none", cwd=tmp_path) as process:
-        assert_one_error(process.wait(), *named)
+    assert_refused(flags, tmp_path / "none", *named, cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["latest", "old", "runs"]
     assert (tmp_path / "runs/latest").readlink() == Path("old")
 
@@ -236,26 +233,21 @@ def test_port_in_use_is_explained(digits: Path, tmp_path: Path) -> None:
         port = server.getsockname()[1]
         env = {"TF_CONFIG": cluster_of({"worker": [f"localhost:{port}", "localhost:1"]})}
         flags = (MULTI, f"--config={LINEAR}", f"--data_dir={digits}", f"--model_dir={tmp_path}")
-        with Process(flags, tmp_path, env=env) as process:
-            run = process.wait()
-    assert_one_error(run, f"localhost:{port}", "in use")
+        assert_refused(flags, tmp_path, f"localhost:{port}", "in use", env=env)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tf_config_without_a_model_dir_is_explained(tmp_path: Path) -> None:
-    with Process((MULTI,), tmp_path, env={"TF_CONFIG": cluster_of(WORKERS)}) as process:
-        assert_one_error(process.wait(), "worker 0 needs --model_dir")
+    env = {"TF_CONFIG": cluster_of(WORKERS)}
+    assert_refused([MULTI], tmp_path, "worker 0 needs --model_dir", env=env)
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "ps"])
 def test_download_only_prepares_the_data_and_nothing_else(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    flags = (f"--strategy={strategy}", "--download_only")
-    with Process(flags, tmp_path, cwd=tmp_path) as process:
-        run = process.wait()
-        assert run.exit_code == 0, process.output()
-    assert "train: 1,437 examples" in run.stdout
-    assert "test: 360 examples" in run.stdout
+    done = run((f"--strategy={strategy}", "--download_only"), tmp_path, cwd=tmp_path)
+    assert "train: 1,437 examples" in done.stdout
+    assert "test: 360 examples" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "datasets"]
     assert (tmp_path / "datasets" / "digits" / "features.json").exists()
 
@@ -263,9 +255,6 @@ def test_download_only_prepares_the_data_and_nothing_else(tmp_path: Path, strate
 def test_download_only_of_unavailable_data_is_explained(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     flags = ("--download_only", "--config=configs/mnist_replica.py")
-    with Process(flags, tmp_path, cwd=tmp_path) as process:
-        run = process.wait()
-    assert_one_error(
-        run, "train-images-idx3-ubyte.gz", "python -m data.prepare mnist --source=PATH"
-    )
+    command = "python -m data.prepare mnist --source=PATH"
+    assert_refused(flags, tmp_path, "train-images-idx3-ubyte.gz", command, cwd=tmp_path)
     assert not (tmp_path / "datasets").exists(), "an empty directory is left"
