@@ -1,12 +1,17 @@
 """The environment of all tests, set before any of them imports TensorFlow."""
 
+import functools
 import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.cluster.runs import Run, TrainOnce
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -48,14 +53,23 @@ def two_logical_cpus() -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 
-@pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """scikit-learn's digits as TFRecords, which tests must not change."""
-    from data.prepare.preparing import prepare
+@pytest.fixture(scope="module")
+def train_once(tmp_path_factory: pytest.TempPathFactory) -> "TrainOnce":
+    """As `train` without a directory: equal commands of a module share a run."""
+    from tests.cluster.runs import train
 
-    directory = tmp_path_factory.mktemp("datasets") / "digits"
-    prepare("digits", str(directory))
-    return directory
+    @functools.cache
+    def run(topology: str, *flags: str) -> "Run":
+        return train(topology, tmp_path_factory.mktemp(topology) / "run", *flags)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def digits() -> Path:
+    from tests.cluster import runs
+
+    return runs.digits()
 
 
 @pytest.fixture(scope="session")

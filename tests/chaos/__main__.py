@@ -48,7 +48,7 @@ from tests.chaos.chaos import (
 )
 from tests.chaos.faults import KINDS, LAUNCHER, NETWORK, STALL_TIMEOUT_SECS, plan
 from tests.chaos.launchers import LaunchersRun
-from tests.cluster.runs import TOPOLOGIES, Topology, train
+from tests.cluster.runs import Topology, train
 from tests.faults.disks import mounted
 
 # About the rate on two cores, with the recoveries.
@@ -62,28 +62,11 @@ _STEPS_PER_FAULT_ON_HOSTS = 300
 # On hosts. A task may be silent for half of the first; the second is --chief_timeout_secs.
 _HOSTS_STALL_SECS, _HOSTS_CHIEF_SECS = 20, 40
 
-SYNC = Topology(
-    "ps-sync-2+1",
-    "ps",
-    ("--workers=2", "--ps=1", "--sync_replicas", "--num_threads=1"),
-    ("chief-0", "worker-0", "worker-1", "ps-0"),
-)
-ASYNC = TOPOLOGIES["ps-2+1"]
-BACKUP = Topology(
-    "ps-sync-3+1, 1 backup",
-    "ps",
-    ("--workers=3", "--ps=1", "--sync_replicas", "--replicas_to_aggregate=2", "--num_threads=1"),
-    ("chief-0", "worker-0", "worker-1", "worker-2", "ps-0"),
-)
-ON_FOUR_HOSTS = Topology(
-    "multiworker-4",
-    "multiworker",
-    ("--workers=4", "--num_threads=1"),
-    tuple(f"worker-{index}" for index in range(4)),
-)
+SYNC, ASYNC, BACKUP = map(Topology, ("ps-sync-2+1", "ps-2+1", "ps-sync-3+1"))
+ON_FOUR_HOSTS = Topology("multiworker-4")
 _TOPOLOGIES = {
-    ("mirrored", False, False): TOPOLOGIES["mirrored-2"],
-    ("multiworker", False, False): TOPOLOGIES["multiworker-2"],
+    ("mirrored", False, False): Topology("mirrored-2"),
+    ("multiworker", False, False): Topology("multiworker-2"),
     ("ps", False, False): ASYNC,
     ("ps", True, False): SYNC,
     ("ps", True, True): BACKUP,
@@ -93,7 +76,8 @@ _TOPOLOGIES = {
 def flags_for(topology: Topology, data_dir: Path, num_steps: int) -> tuple[str, ...]:
     """The flags of a run that can be disturbed for `num_steps` steps, and checked afterwards."""
     name = "counting" if topology == ASYNC else "digits"
-    flags = (f"--config=tests/chaos/{name}.py", f"--data_dir={data_dir}")
+    backup = ("--replicas_to_aggregate=2",) if topology == BACKUP else ()
+    flags = (f"--config=tests/chaos/{name}.py", f"--data_dir={data_dir}", *backup)
     return (*flags, f"--train_steps={num_steps}")
 
 

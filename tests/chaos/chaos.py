@@ -1,6 +1,6 @@
 """One disturbed training run: its faults, their observed outcomes, and checks of its result.
 
-story = disturb(LocalRun(TOPOLOGIES["ps-2+1"], model_dir, flags), faults)
+story = disturb(LocalRun(Topology("ps-2+1"), model_dir, flags), faults)
 check_complete(story, num_steps)
 print(table(story))
 
@@ -10,7 +10,6 @@ on_hosts.py has runs whose tasks are on hosts with their own addresses.
 import abc
 import contextlib
 import dataclasses
-import json
 import math
 import shutil
 import signal
@@ -18,17 +17,17 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import psutil
 from typing_extensions import override
 
 from tests.chaos.faults import LAUNCHER, Fault
 from tests.chaos.journal import journal_of, pause_of
-from tests.cluster.runs import Run, Topology, assert_same_bits, read_metrics, start
+from tests.cluster.runs import Run, Topology, assert_same_bits, json_lines, read_metrics, start
 from trainer.exit_codes import EXIT_RESTART
 
 # The longest wait for the effect of a signal.
@@ -49,13 +48,6 @@ class Event:
     ended: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Life:
-    """What one process of the chief did: times and steps, the first where it began to train."""
-
-    steps: tuple[tuple[float, int], ...]
-
-
 @dataclasses.dataclass
 class Story:
     """A disturbed run that is over.
@@ -74,14 +66,6 @@ class Story:
     def num_kills(self) -> int:
         return sum(event.fault.kind == "kill" for event in self.events)
 
-    def lives(self) -> list[Life]:
-        lives: list[list[tuple[float, int]]] = []
-        for line in json_lines(journal_of(self.run.model_dir)):
-            if line["begins"]:
-                lives.append([])
-            lives[-1].append((line["time"], line["step"]))
-        return [Life(tuple(steps)) for steps in lives]
-
     def started_again(self) -> dict[int, int]:
         """How many tasks were started again, by the process whose end was the reason."""
         records = json_lines(self.run.model_dir / "tasks" / "restarts.jsonl")
@@ -97,6 +81,16 @@ class Outcome:
     seen: str
     steps_lost: int | None
     recovery_secs: float | None
+
+
+def lives_of(model_dir: Path) -> list[tuple[tuple[float, int], ...]]:
+    """Times and steps of each process of the chief, the first where it began to train."""
+    found: list[list[tuple[float, int]]] = []
+    for line in json_lines(journal_of(model_dir)):
+        if line["begins"]:
+            found.append([])
+        found[-1].append((line["time"], line["step"]))
+    return list(map(tuple, found))
 
 
 def tasks_of(topology: Topology) -> list[str]:
@@ -232,7 +226,8 @@ class Disturbed(abc.ABC):
             with contextlib.suppress(
                 FileNotFoundError, IndexError, ValueError, psutil.NoSuchProcess
             ):
-                found.append(self._process_of(task))
+                if is_alive(process := self._process_of(task)):
+                    found.append(process)
             return bool(found)
 
         return found[0] if self._wait_for(look) else None
@@ -242,7 +237,7 @@ class Disturbed(abc.ABC):
 
     def _step(self) -> int:
         """The highest step in the journal."""
-        lines = list(json_lines(journal_of(self.model_dir)))
+        lines = json_lines(journal_of(self.model_dir))
         return max((line["step"] for line in lines), default=0)
 
 
@@ -287,18 +282,22 @@ class LocalRun(Disturbed):
 
     @override
     def finish(self) -> Run:
-        run = self._process.wait()
-        assert run.exit_code == 0, self._output()
-        return run
+        return self._process.wait()
 
     @override
     def num_endings(self) -> int:
         return self._num_launches + self._num_starts("*")
 
 
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def _kill(process: psutil.Process, fault: Fault) -> None:
     process.kill()
-    _wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    _wait_until(lambda: not is_alive(process))
 
 
 def _stop(process: psutil.Process, fault: Fault) -> None:
@@ -370,14 +369,14 @@ class _Reports:
 
 def outcomes(story: Story) -> list[Outcome]:
     """The outcome of each fault, in the order of the faults."""
-    lives, again = story.lives(), story.started_again()
+    lives, again = lives_of(story.run.model_dir), story.started_again()
     found = []
-    blamed: set[Life] = set()
+    blamed: set[tuple[tuple[float, int], ...]] = set()
     nexts = [*(event.began for event in story.events[1:]), math.inf]
     for event, next_began in zip(story.events, nexts, strict=True):
         fault = event.fault
-        after = next((life for life in lives if life.steps[0][0] > event.began), None)
-        before = [life for life in lives if life.steps[0][0] <= event.began]
+        after = next((life for life in lives if life[0][0] > event.began), None)
+        before = [life for life in lives if life[0][0] <= event.began]
         lost: int | None = 0
         trained = math.inf
         num_again, num_tasks = again.get(event.pid), len(tasks_of(story.topology))
@@ -386,10 +385,10 @@ def outcomes(story: Story) -> list[Outcome]:
             seen = "it is started again alone"
             trained = _works_again(story.reports, fault.task, event.began)
         elif fault.kind in ("stop", "stall", "disk") and (
-            after is None or after.steps[0][0] > next_began
+            after is None or after[0][0] > next_began
         ):
             seen = _SEEN_WITHOUT_RESTART[fault.kind]
-            times = [at for life in before for at, _ in life.steps[1:] if event.ended < at]
+            times = [at for life in before for at, _ in life[1:] if event.ended < at]
             if fault.kind != "stall":
                 trained = min(times, default=math.inf)
             else:
@@ -407,12 +406,12 @@ def outcomes(story: Story) -> list[Outcome]:
                 seen = "its task ends by itself; all are started again when it is"
             if fault.kind in ("term", "interrupt"):
                 seen = "all save; " + seen
-            trained = after.steps[1][0] if len(after.steps) > 1 else math.inf
+            trained = after[1][0] if len(after) > 1 else math.inf
             if after in blamed:
                 lost = None
             elif before:
                 # A step may be complete, and saved, without being in the journal.
-                lost = max(0, before[-1].steps[-1][1] - after.steps[0][1])
+                lost = max(0, before[-1][-1][1] - after[0][1])
             blamed.add(after)
         secs = trained - (event.ended if fault.kind in ("stop", "disk") else event.began)
         role = "disk" if fault.kind == "disk" else role_of(story.topology, fault.task)
@@ -455,15 +454,13 @@ def check_complete(story: Story, num_steps: int) -> None:
     run = story.run
     assert run.result["why"] == "done"
     assert run.result["step"] >= num_steps
-    steps = [report["step"] for report in run.metrics("train")]
+    steps = run.steps("train")
     assert steps == sorted(set(steps))
     assert steps[-1] == run.result["step"]
     for path in run.model_dir.rglob("*.tmp"):
         raise AssertionError(f"{path} is left")
     for name in run.checkpoints():
-        assert (run.model_dir / "checkpoints" / name / "checkpoint.json").exists(), (
-            f"{name} is damaged"
-        )
+        assert run.mark(name), f"{name} is damaged"
         assert run.variables(name)
 
 
@@ -526,10 +523,3 @@ def median_and_most(values: Sequence[float], form: str) -> str:
     if not values:
         return "-"
     return f"{statistics.median(values):{form}} (at most {max(values):{form}})"
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines."""
-    if path.exists():
-        for line in path.read_text().split("\n")[:-1]:
-            yield json.loads(line)

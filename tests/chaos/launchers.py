@@ -42,15 +42,10 @@ class LaunchersRun(Disturbed):
             self._launch(index)
 
     def _launch(self, index: int) -> None:
-        flags = [flag for flag in self.topology.flags if not flag.startswith("--workers=")]
-        argv = (
-            f"--strategy={self.topology.strategy}",
-            f"--hosts={','.join(place.address for place in self._places)}",
-            f"--model_dir={self.model_dir}",
-            *flags,
-            *self._flags,
-        )
-        process = Process(argv, self.model_dir, under=self._places[index].command)
+        argv = [flag for flag in self.topology.argv if not flag.startswith("--workers=")]
+        listed = ",".join(place.address for place in self._places)
+        argv += [f"--hosts={listed}", f"--model_dir={self.model_dir}", *self._flags]
+        process = Process(tuple(argv), self.model_dir, under=self._places[index].command)
         self._launchers[f"{LAUNCHER} {index}"] = self._stack.enter_context(process)
         self._num_launches += 1
 
@@ -69,10 +64,7 @@ class LaunchersRun(Disturbed):
     def _process_of(self, task: str) -> psutil.Process:
         if launcher := self._launchers.get(task):
             return psutil.Process(launcher.popen.pid)
-        process = self._launchers[f"{LAUNCHER} 0"].task(task)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            raise psutil.NoSuchProcess(process.pid)
-        return process
+        return self._launchers[f"{LAUNCHER} 0"].task(task)
 
     @override
     def _handle_end(self, fault: Fault) -> bool:

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.hosts import dropped, hosts, num_dropped, reason_why_not
-from data.prepare.preparing import prepare
-from tests.chaos.chaos import json_lines
 from tests.chaos.journal import journal_of
 from tests.cluster.elastic import Launchers, difference_from, flags_for, group
-from tests.cluster.runs import TOPOLOGIES, Run, train
+from tests.cluster.runs import Run, json_lines, train
 
 _STEPS = 600
 _CUT_SECS = 20.0
@@ -63,7 +61,7 @@ def steps_after(model_dir: Path, when: float) -> list[float]:
     return [line["time"] for line in lines if not line["begins"] and line["time"] > when]
 
 
-def disturbed(cut: Cut, digits: Path, model_dir: Path, undisturbed: Run) -> Seen:
+def disturbed(cut: Cut, model_dir: Path, undisturbed: Run) -> Seen:
     """Runs until the end, with one cut."""
     with contextlib.ExitStack() as stack:
         places = stack.enter_context(hosts(3))
@@ -71,7 +69,7 @@ def disturbed(cut: Cut, digits: Path, model_dir: Path, undisturbed: Run) -> Seen
             stack,
             model_dir,
             ",".join(host.address for host in places),
-            (*flags_for(digits, _STEPS), "--min_workers=2", f"--rejoin_secs={_REJOIN_SECS:g}"),
+            (*flags_for(_STEPS), "--min_workers=2", f"--rejoin_secs={_REJOIN_SECS:g}"),
             tuple(host.command for host in places),
         )
         launchers.start(0, 1, 2)
@@ -121,13 +119,9 @@ def main() -> None:
     print("| dropped packets of host 0 | packets | s to the next step | hosts then | difference |")
     print("| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:
-        digits = Path(name) / "digits"
-        prepare("digits", str(digits))
-        undisturbed = train(
-            TOPOLOGIES["mirrored-2"], Path(name) / "undisturbed", *flags_for(digits, _STEPS)
-        )
+        undisturbed = train("mirrored-2", Path(name) / "undisturbed", *flags_for(_STEPS))
         for number, cut in enumerate(_CUTS):
-            seen = disturbed(cut, digits, Path(name) / f"run-{number}", undisturbed)
+            seen = disturbed(cut, Path(name) / f"run-{number}", undisturbed)
             print(
                 f"| {cut.name} | {seen.num_packets} | {seen.secs:.1f} | {seen.num_members} "
                 f"| {seen.difference:.1e} |",

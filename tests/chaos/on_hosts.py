@@ -8,7 +8,6 @@ A task that ends with 75, or by SIGKILL, is started again by hand, as docs/failu
 and a few seconds later. Any other end is an error. After the end of the run no task is started.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import signal
@@ -27,7 +26,7 @@ from tests.chaos.chaos import (
     Disturbed,
     Event,
     Story,
-    json_lines,
+    is_alive,
     median_and_most,
     role_of,
     tasks_of,
@@ -35,7 +34,7 @@ from tests.chaos.chaos import (
 from tests.chaos.faults import NETWORK, Fault
 from tests.chaos.journal import journal_of
 from tests.cluster.hosts import cluster_on
-from tests.cluster.runs import Process, Run, Topology, by_hand
+from tests.cluster.runs import Process, Run, Topology, by_hand, json_lines
 
 _POLL_SECS = 0.2
 # Between the end of a task and its restart.
@@ -102,7 +101,8 @@ class HostsRun(Disturbed):
         self._places = self._stack.enter_context(hosts(len(names)))
         tasks = [Task(job, int(index)) for job, index in names]
         cluster, commands = cluster_on(dict(zip(tasks, self._places, strict=True)))
-        flags = [f for f in self.topology.flags if not f.startswith(("--workers=", "--ps="))]
+        sizes = ("--strategy=", "--workers=", "--ps=")
+        flags = [flag for flag in self.topology.argv if not flag.startswith(sizes)]
         started = by_hand(cluster, self.model_dir, *flags, *self._flags, under=commands)
         self._tasks = self._stack.enter_context(started)
         self._tasks.start_all()
@@ -147,10 +147,7 @@ class HostsRun(Disturbed):
 
     @override
     def _process_of(self, task: str) -> psutil.Process:
-        process = psutil.Process(self._tasks[task].popen.pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            raise psutil.NoSuchProcess(process.pid)
-        return process
+        return psutil.Process(self._tasks[task].popen.pid)
 
     def _host_of(self, task: str) -> Host:
         return self._places[tasks_of(self.topology).index(task)]
@@ -183,7 +180,7 @@ class HostsRun(Disturbed):
         pairs = directions[fault.direction]
         with dropped(*pairs):
             if fault.kind == "lose":
-                ended = _wait_until(lambda: not _is_alive(target), 4 * self._timeout_secs)
+                ended = _wait_until(lambda: not is_alive(target), 4 * self._timeout_secs)
                 assert ended, f"{fault.task} does not end by itself:\n{self._output()}"
             else:
                 time.sleep(fault.secs)
@@ -225,12 +222,6 @@ class HostsRun(Disturbed):
     @override
     def num_endings(self) -> int:
         return len(self._tasks.processes)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def _wait_until(condition: Callable[[], bool], timeout_secs: float) -> bool:

@@ -26,11 +26,11 @@ from data.prepare.preparing import prepare
 from tests.chaos.__main__ import ASYNC, BACKUP, SYNC, flags_for
 from tests.chaos.chaos import LocalRun, check_complete, disturb, tasks_of
 from tests.chaos.faults import LAUNCHER, Fault
-from tests.cluster.runs import TOPOLOGIES, Topology
+from tests.cluster.runs import Topology
 from trainer.run_record.goodput import TaskTime, goodput
 
 MOST_DIFFERENT = 0.01  # Of the time of a task.
-_MODES = (TOPOLOGIES["mirrored-2"], TOPOLOGIES["multiworker-2"], SYNC, ASYNC, BACKUP)
+_MODES = (Topology("mirrored-2"), Topology("multiworker-2"), SYNC, ASYNC, BACKUP)
 _LOOK_SECS = 0.02
 _STOP_SECS = 8.0
 _NUM_CALLS = 30  # Of the executor, to a fault and after the last one.

@@ -7,15 +7,14 @@ with ExitStack() as stack:
     launchers.kill(0)
     launchers.finish()
 
-The config must be tests/chaos/digits.py: it pauses after each call until `finish`, so that the run
-is not over before the hosts have come and gone.
+`finish` needs the config tests/chaos/digits.py: it pauses after each call until `finish`, so that
+the run is not over before the hosts have come and gone.
 """
 
 import contextlib
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 from tests.chaos.journal import pause_of
 from tests.cluster.runs import (
@@ -23,17 +22,17 @@ from tests.cluster.runs import (
     Run,
     assert_nothing_left,
     largest_difference,
-    read_metrics,
+    last_step,
+    with_data,
 )
 
 PAUSE_SECS = 0.5  # After every 5 steps.
 
 
-def flags_for(digits: Path, num_steps: int) -> tuple[str, ...]:
+def flags_for(num_steps: int) -> tuple[str, ...]:
     """The flags of a run with a checkpoint every 20 steps."""
     return (
         "--config=tests/chaos/digits.py",
-        f"--data_dir={digits}",
         f"--train_steps={num_steps}",
         "--num_threads=1",
         # Sums in another order are rounded differently, and large steps amplify small differences.
@@ -62,7 +61,7 @@ class Launchers:
             *(("--strategy=ps", f"--ps={num_ps}") if num_ps else ("--strategy=multiworker",)),
             f"--hosts={listed}",
             f"--model_dir={model_dir}",
-            *flags,
+            *with_data(flags),
         )
         self._num_workers = listed.count(",") + 1 - num_ps
         self.on: dict[int, Process] = {}
@@ -87,17 +86,22 @@ class Launchers:
         """Waits until `size` hosts have made 20 steps together."""
         some = next(iter(self.on.values()))
         some.wait_until(lambda: len(group(self.model_dir)) == size, f"a group of {size}")
-        some.wait_for_step(last_step(self.model_dir) + 20)
+        some.wait_for_more_steps(20)
 
     def finish(self, num_steps: int) -> None:
         """Waits for the end of the run, which must not be near."""
         assert last_step(self.model_dir) < num_steps, "the run was over too early"
         pause_of(self.model_dir).unlink()
-        runs = {index: process.wait_alone() for index, process in self.on.items()}
-        for index, run in runs.items():
-            assert run.exit_code == 0, self.on[index].output()
-            self.on[index].wait_for_family_to_end()
+        self.wait()
+
+    def wait(self) -> list[Run]:
+        """Waits for the end of all launchers, which must be with 0."""
+        runs = [process.wait_alone() for _, process in sorted(self.on.items())]
+        for (_, process), run in zip(sorted(self.on.items()), runs, strict=True):
+            assert run.exit_code == 0, process.output()
+            process.wait_for_family_to_end()
         assert_nothing_left(self.model_dir)
+        return runs
 
 
 def group(model_dir: Path) -> list[str]:
@@ -106,17 +110,10 @@ def group(model_dir: Path) -> list[str]:
     return json.loads(written[-1].read_text())["members"] if written else []
 
 
-def last_step(model_dir: Path) -> int:
-    return max((line["step"] for line in read_metrics(model_dir)), default=0)
-
-
 def difference_from(undisturbed: Run, model_dir: Path) -> float:
     """The largest difference of a variable; checks that each batch was used once."""
     run = Run(0, "", "", model_dir)
-    step = undisturbed.result["step"]
-    mark: dict[str, Any] = json.loads(
-        (model_dir / f"checkpoints/step-{step:08d}/checkpoint.json").read_text()
-    )
+    step, mark = undisturbed.result["step"], run.mark()
     assert (mark["next_batch"], mark["open_shares"], mark["skipped"]) == (step, [], [])
     for name in ("examples", "step"):
         assert run.result[name] == undisturbed.result[name]

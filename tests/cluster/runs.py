@@ -1,24 +1,27 @@
-"""Runs `python -m trainer` in separate processes, as users do; and the table of topologies.
+"""Runs `python -m trainer` in separate processes, as users do; under topologies by name.
 
-    run = train(TOPOLOGIES["ps-2+1"], model_dir, "--train_steps=100")
+    run = train("ps-2+1", model_dir, "--train_steps=100")
     assert run.exit_code == 0
     run.result["step"], run.metrics("eval"), run.variables()
 
 After every run the tests check that no process outlives it and that its ports are free again.
 """
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +34,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import trainer
+from data.prepare.preparing import prepare
 from strategies.cluster.ports import bind
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.embeddings.saved import table_values
@@ -47,62 +51,42 @@ NUM_NUMBERED = 800
 _MARK = "TRAINER_TEST_PROCESS"
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """One way to run the program: its flags, and the tasks of its local cluster."""
+class Topology(str):
+    """The name of one way to run the program: its flags, and the tasks of its local cluster.
 
-    name: str
-    strategy: str
-    flags: tuple[str, ...]
-    tasks: tuple[str, ...] = ()
+    mirrored-2, multiworker-2, ps-2+1 (two workers and one ps), ps-sync-3+1.
+    """
 
-    def __str__(self) -> str:
-        return self.name
+    @property
+    def strategy(self) -> str:
+        return self.partition("-")[0]
 
     @property
     def argv(self) -> tuple[str, ...]:
-        return (f"--strategy={self.strategy}", *self.flags)
+        """Each process has one thread, so that speeds depend less on the number of cores."""
+        kind = "replicas" if self.strategy == "mirrored" else "workers"
+        number, *num_ps = re.findall(r"\d+", self)
+        sync = ["--sync_replicas"] if "-sync-" in self else []
+        sizes = (f"--{kind}={number}", *(f"--ps={n}" for n in num_ps))
+        return (f"--strategy={self.strategy}", *sizes, *sync, "--num_threads=1")
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of the tasks' logs."""
+        number, *num_ps = map(int, re.findall(r"\d+", self))
+        workers = tuple(f"worker-{index}" for index in range(number))
+        if self.strategy == "ps":
+            return ("chief-0", *workers, *(f"ps-{index}" for index in range(*num_ps)))
+        return workers if self.strategy == "multiworker" else ()
 
 
-# Each process has one thread, so that speeds depend less on the number of cores.
-TOPOLOGIES = {
-    topology.name: topology
-    for topology in (
-        Topology("mirrored-1", "mirrored", ("--replicas=1", "--num_threads=1")),
-        Topology("mirrored-2", "mirrored", ("--replicas=2", "--num_threads=1")),
-        Topology(
-            "multiworker-2",
-            "multiworker",
-            ("--workers=2", "--num_threads=1"),
-            ("worker-0", "worker-1"),
-        ),
-        Topology(
-            "ps-2+1",
-            "ps",
-            ("--workers=2", "--ps=1", "--num_threads=1"),
-            ("chief-0", "worker-0", "worker-1", "ps-0"),
-        ),
-        Topology(
-            "ps-sync-2+1",
-            "ps",
-            ("--workers=2", "--ps=1", "--sync_replicas", "--num_threads=1"),
-            ("chief-0", "worker-0", "worker-1", "ps-0"),
-        ),
-        Topology(
-            "ps-sync-3+1",
-            "ps",
-            ("--workers=3", "--ps=1", "--sync_replicas", "--num_threads=1"),
-            ("chief-0", "worker-0", "worker-1", "worker-2", "ps-0"),
-        ),
-    )
-}
-ONE_OF_EACH_STRATEGY = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-2+1")]
+ONE_OF_EACH_STRATEGY = [Topology(name) for name in ("mirrored-2", "multiworker-2", "ps-2+1")]
 
 
 def topologies(*names: str, nightly: Sequence[str] = ()) -> list[Any]:
     """Parameters of a test: topologies by name, of which the nightly tests try all."""
-    others = [pytest.param(TOPOLOGIES[name], marks=pytest.mark.nightly) for name in nightly]
-    return [*(TOPOLOGIES[name] for name in names), *others]
+    others = [pytest.param(Topology(name), marks=pytest.mark.nightly) for name in nightly]
+    return [*map(Topology, names), *others]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,13 +109,16 @@ class Run:
     def metrics(self, split: str) -> list[dict[str, Any]]:
         return [line for line in read_metrics(self.model_dir) if line["split"] == split]
 
+    def steps(self, split: str) -> list[int]:
+        """The steps of the reports."""
+        return [line["step"] for line in self.metrics(split)]
+
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.model_dir / "checkpoints").iterdir())
 
     def variables(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
         """All values of a checkpoint, by TensorFlow's names; the newest step by default."""
-        name = checkpoint or max(n for n in self.checkpoints() if n.startswith("step-"))
-        directory = str(self.model_dir / "checkpoints" / name)
+        directory = str(self._checkpoint(checkpoint))
         reader = tf.train.load_checkpoint(f"{directory}/variables")
         tables = table_values(directory)
         return {
@@ -140,11 +127,22 @@ class Run:
             if key != "_CHECKPOINTABLE_OBJECT_GRAPH"
         } | {f"model/tables/{key}": value for key, value in tables.items()}
 
+    def mark(self, checkpoint: str = "") -> dict[str, Any]:
+        """The checkpoint.json of a checkpoint; of the newest step by default."""
+        return _read_json(self._checkpoint(checkpoint) / "checkpoint.json")
+
     def weights(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
         """The model's variables; the optimizer's list has the trainable ones."""
         ours = ("model/", "optimizer/_trainable_variables/")
         variables = self.variables(checkpoint)
         return {key: value for key, value in variables.items() if key.startswith(ours)}
+
+    def _checkpoint(self, name: str) -> Path:
+        name = name or max(n for n in self.checkpoints() if n.startswith("step-"))
+        return self.model_dir / "checkpoints" / name
+
+
+TrainOnce = Callable[..., Run]  # The fixture `train_once`.
 
 
 class Process:
@@ -157,9 +155,10 @@ class Process:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
-        under: tuple[str, ...] = (),
+        under: Sequence[str] = (),
+        module: str = "trainer",
     ) -> None:
-        """`under` is a command that executes the trainer in its place, such as setpriv."""
+        """`under` is a command that executes the module in its place, such as setpriv."""
         self.model_dir = model_dir
         self._mark = uuid.uuid4().hex
         here = {_MARK: self._mark} | ({} if cwd == ROOT else {"PYTHONPATH": str(ROOT)})
@@ -168,7 +167,7 @@ class Process:
             self._stdout = files.enter_context(tempfile.TemporaryFile("a+b"))
             self._stderr = files.enter_context(tempfile.TemporaryFile("a+b"))
             self.popen = subprocess.Popen(
-                [*under, sys.executable, "-m", "trainer", *argv],
+                [*under, sys.executable, "-m", module, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=self._stdout,
                 stderr=self._stderr,
@@ -197,7 +196,7 @@ class Process:
 
     def family(self) -> list[psutil.Process]:
         """This process and all its descendants, even if their parents have ended."""
-        return _processes_where(lambda process: process.environ().get(_MARK) == self._mark)
+        return processes_where(lambda process: process.environ().get(_MARK) == self._mark)
 
     def log(self, task: str) -> str:
         """The log of a task, such as `worker 1`, of the local cluster of this process."""
@@ -251,14 +250,21 @@ class Process:
 
     def wait_for_step(self, step: int) -> None:
         """Returns once metrics.jsonl has a report of `step` or later."""
-        self.wait_until(
-            lambda: any(line["step"] >= step for line in read_metrics(self.model_dir)),
-            f"step {step} in metrics.jsonl",
-        )
+        self.wait_until(lambda: last_step(self.model_dir) >= step, f"step {step} in metrics.jsonl")
 
-    def wait(self, timeout_secs: float = TIMEOUT_SECS) -> Run:
-        """Waits for the end; checks that no process and no open port is left."""
+    def wait_for_more_steps(self, number: int) -> None:
+        self.wait_for_step(last_step(self.model_dir) + number)
+
+    def kill_task(self, name: str, after_step: int) -> dict[str, Any]:
+        """Kills a task after a report of `after_step`; returns the last report before its death."""
+        self.wait_for_step(after_step)
+        self.task(name).kill()
+        return read_metrics(self.model_dir)[-1]
+
+    def wait(self, timeout_secs: float = TIMEOUT_SECS, *, exit_code: int = 0) -> Run:
+        """Waits for the end with `exit_code`; checks that no process and no open port is left."""
         run = self.wait_alone(timeout_secs)
+        assert run.exit_code == exit_code, self.output()
         self.wait_for_family_to_end(KILL_SECS)
         assert_nothing_left(self.model_dir)
         return run
@@ -272,31 +278,60 @@ class Process:
         return Run(exit_code, _read(self._stdout), _read(self._stderr), self.model_dir)
 
 
-def start(
-    topology: Topology, model_dir: Path, *flags: str, env: Mapping[str, str] | None = None
-) -> Process:
-    """Starts `topology` with `flags`, in the repository's root."""
-    return Process((*topology.argv, f"--model_dir={model_dir}", *flags), model_dir, env=env)
+@functools.cache
+def digits() -> Path:
+    """scikit-learn's digits as TFRecords, which tests must not change."""
+    directory = Path(tempfile.mkdtemp(prefix="digits-"))
+    atexit.register(shutil.rmtree, directory)
+    prepare("digits", str(directory / "digits"))
+    return directory / "digits"
+
+
+def with_data(flags: Sequence[str]) -> tuple[str, ...]:
+    """`flags`; the data are the digits unless a flag names others."""
+    names_data = any(flag.startswith("--data_dir=") for flag in flags)
+    return tuple(flags) if names_data else (f"--data_dir={digits()}", *flags)
+
+
+def start(topology: str, model_dir: Path, *flags: str, **options: Any) -> Process:
+    """Starts `topology` with `flags`. Later flags take precedence; `options` are of Process."""
+    argv = (*Topology(topology).argv, f"--model_dir={model_dir}", *with_data(flags))
+    return Process(argv, model_dir, **options)
 
 
 def train(
-    topology: Topology,
+    topology: str,
     model_dir: Path,
     *flags: str,
     exit_code: int = 0,
     timeout_secs: float = TIMEOUT_SECS,
-    env: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Run:
     """Runs `topology` with `flags` to its end, which must be with `exit_code`."""
-    with start(topology, model_dir, *flags, env=env) as process:
-        run = process.wait(timeout_secs)
-        assert run.exit_code == exit_code, process.output()
-        return run
+    with start(topology, model_dir, *flags, **options) as process:
+        return process.wait(timeout_secs, exit_code=exit_code)
+
+
+def run(argv: Sequence[str], model_dir: Path, *, exit_code: int = 0, **options: Any) -> Run:
+    """Runs `python -m trainer ARGV` to its end, which must be with `exit_code`."""
+    with Process(tuple(argv), model_dir, **options) as process:
+        return process.wait(exit_code=exit_code)
+
+
+def run_together(processes: Iterable[Process], *, exit_code: int = 0) -> list[Run]:
+    """Starts processes of one cluster, each of which must end with `exit_code`."""
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(process) for process in processes]
+        runs = [process.wait_alone() for process in started]
+        for process, run in zip(started, runs, strict=True):
+            assert run.exit_code == exit_code, process.output()
+        return runs
 
 
 def train_here(config: str, model_dir: Path, **arguments: object) -> Run:
     """Trains one replica in this process: seconds less than a process that imports TensorFlow."""
-    result = trainer.train(config, model_dir=model_dir, **arguments)
+    given: dict[str, Any] = {"data_dir": digits(), **arguments}
+    result = trainer.train(config, model_dir=model_dir, **given)
     return Run(result.exit_code or 0, "", "", model_dir)
 
 
@@ -332,7 +367,7 @@ class Tasks:
         stack: contextlib.ExitStack,
     ) -> None:
         strategy = "ps" if cluster.num("ps") else "multiworker"
-        self._flags = (f"--strategy={strategy}", f"--model_dir={model_dir}", *flags)
+        self._flags = (f"--strategy={strategy}", f"--model_dir={model_dir}", *with_data(flags))
         self._cluster = cluster
         self._model_dir = model_dir
         self._under = under
@@ -373,9 +408,16 @@ def assert_one_error(run: Run, *parts: str) -> None:
     assert [part for part in parts if part not in message] == [], message
 
 
+def assert_refused(argv: Sequence[str], model_dir: Path, *parts: str, **options: Any) -> Run:
+    """`python -m trainer ARGV` ends with exit code 2 and one message, which has all `parts`."""
+    refused = run(argv, model_dir, exit_code=2, **options)
+    assert_one_error(refused, *parts)
+    return refused
+
+
 def assert_nothing_left(model_dir: Path) -> None:
     """No process names `model_dir`, and the ports of its cluster can be listened on."""
-    others = _processes_where(lambda process: str(model_dir) in " ".join(process.cmdline()))
+    others = processes_where(lambda process: str(model_dir) in " ".join(process.cmdline()))
     assert [p for p in others if p.pid != os.getpid()] == []
     config = model_dir / "config.json"
     cluster = _read_json(config)["cluster"] if config.exists() else None
@@ -411,7 +453,7 @@ def _others_listen(port: int) -> bool:
     ours = _pytest_worker(os.environ)
     if ours is None:
         return False
-    others = _processes_where(
+    others = processes_where(
         lambda process: (
             _pytest_worker(process.environ()) not in (None, ours)
             # A pytest worker sets its name itself, so `environ` of psutil does not have it.
@@ -429,10 +471,17 @@ def _pytest_worker(env: Mapping[str, str]) -> str | None:
 
 def read_metrics(model_dir: Path) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl so far."""
-    path = model_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    return json_lines(model_dir / "metrics.jsonl")
+
+
+def last_step(model_dir: Path) -> int:
+    """The highest step in metrics.jsonl; 0 before the first report."""
+    return max((int(line["step"]) for line in read_metrics(model_dir)), default=0)
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file, if there is one."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def steps_in(text: str, message: str) -> list[int]:
@@ -441,14 +490,20 @@ def steps_in(text: str, message: str) -> list[int]:
     return [int(step.replace(",", "")) for step in found]
 
 
+def events(directory: Path, plugin: str) -> Iterator[tuple[int, Any]]:
+    """The steps and values of a plugin in TensorBoard's files of `directory`."""
+    for path in sorted(directory.glob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == plugin:
+                    yield event.step, value
+
+
 def histograms(model_dir: Path) -> dict[str, list[int]]:
     """Steps of each histogram in TensorBoard's files of training."""
     found: dict[str, list[int]] = {}
-    for path in (model_dir / "tensorboard" / "train").glob("events.out.tfevents.*"):
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == "histograms":
-                    found.setdefault(value.tag, []).append(event.step)
+    for step, value in events(model_dir / "tensorboard" / "train", "histograms"):
+        found.setdefault(value.tag, []).append(step)
     return found
 
 
@@ -480,7 +535,7 @@ def _addresses(cluster: Mapping[str, list[str] | dict[str, str]]) -> list[str]:
     return [address for job in listed for address in job]
 
 
-def _processes_where(condition: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+def processes_where(condition: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         # Processes of other users, ended processes and zombies do not count.

@@ -16,7 +16,6 @@ import scipy.io
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from tests.cluster.runs import (
-    TOPOLOGIES,
     Run,
     assert_same_bits,
     histograms,
@@ -132,7 +131,7 @@ def flags(
 
 @pytest.fixture(scope="module")
 def mirrored(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(TOPOLOGIES["mirrored-2"], tmp_path_factory.mktemp("mirrored") / "run", *flags)
+    return train("mirrored-2", tmp_path_factory.mktemp("mirrored") / "run", *flags)
 
 
 def test_classic_config_trains(
@@ -149,7 +148,7 @@ def test_classic_config_trains(
         assert np.abs(after.numpy() - before.numpy()).max() > 1e-5, before.path
 
     for name in classic.topologies:
-        run = train(TOPOLOGIES[name], tmp_path / name, *flags, "--config.export=False")
+        run = train(name, tmp_path / name, *flags, "--config.export=False")
         assert run.result["step"] == STEPS
         assert run.metrics("eval")[-1]["examples"] == classic.num_test
         weights, expected = run.weights(), mirrored.weights()
@@ -165,7 +164,7 @@ def test_towers_learn_mnist_and_write_histograms_and_checkpoints(
     data, model_dir = tmp_path / "data", tmp_path / "run"
     prepare("mnist", str(data), str(mnist_source), Options(layout="image_raw"))
     flags = ("--config=configs/mnist_towers.py", f"--data_dir={data}", "--train_steps=2000")
-    run = train(TOPOLOGIES["mirrored-2"], model_dir, *flags)
+    run = train("mirrored-2", model_dir, *flags)
     assert run.result["eval"]["accuracy"] >= 0.97
     rates = [report["learning_rate"] for report in run.metrics("train")]
     assert rates == pytest.approx([0.5 * 0.99 ** (step / 600) for step in (1000, 2000)], rel=1e-3)
@@ -174,13 +173,11 @@ def test_towers_learn_mnist_and_write_histograms_and_checkpoints(
     assert steps == [[1000, 2000]] * 4, "two kernels and their gradients"
 
 
-def test_second_optimizer_of_a_custom_step_is_resumed_bit_for_bit(
-    digits: Path, tmp_path: Path
-) -> None:
-    flags = ("--config=configs/custom_step.py", f"--data_dir={digits}", f"--batch_size={BATCH}")
+def test_second_optimizer_of_a_custom_step_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    flags = ("--config=configs/custom_step.py", f"--batch_size={BATCH}")
     half, complete = (tmp_path / name for name in ("half", "complete"))
-    train(TOPOLOGIES["mirrored-2"], half, *flags, "--train_steps=10")
-    in_two = train(TOPOLOGIES["mirrored-2"], half, *flags, "--train_steps=20")
-    at_once = train(TOPOLOGIES["mirrored-2"], complete, *flags, "--train_steps=20")
+    train("mirrored-2", half, *flags, "--train_steps=10")
+    in_two = train("mirrored-2", half, *flags, "--train_steps=20")
+    at_once = train("mirrored-2", complete, *flags, "--train_steps=20")
     assert any("critic_optimizer" in key for key in in_two.variables())
     assert_same_bits(in_two, at_once)

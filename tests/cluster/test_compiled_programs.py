@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Process, start, train
+from tests.cluster.runs import Process, start, train
 
 FLAGS = ("--config=tests/cluster/configs/linear.py", "--config.jit_compile=True")
 
 
-def started(topology: str, model_dir: Path, digits: Path) -> Process:
-    flags = (*FLAGS, f"--data_dir={digits}", "--train_steps=1_000_000")
-    return start(TOPOLOGIES[topology], model_dir, *flags)
+def started(topology: str, model_dir: Path) -> Process:
+    flags = (*FLAGS, "--train_steps=1_000_000")
+    return start(topology, model_dir, *flags)
 
 
 def programs(model_dir: Path) -> list[Path]:
@@ -40,10 +40,10 @@ def is_whole(program: Path) -> bool:
     ids=["mirrored, empty", "multiworker, truncated", "ps, one bit"],
 )
 def test_damaged_programs_of_a_killed_run_are_compiled_again(
-    topology: str, damage: Callable[[bytes], bytes], digits: Path, tmp_path: Path
+    topology: str, damage: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
     model_dir = tmp_path / "run"
-    with started(topology, model_dir, digits) as process:
+    with started(topology, model_dir) as process:
         process.wait_until(lambda: bool(programs(model_dir)), "program")
     process.wait_for_family_to_end()
 
@@ -51,7 +51,7 @@ def test_damaged_programs_of_a_killed_run_are_compiled_again(
     program.write_bytes(damage(program.read_bytes()))
     assert not is_whole(program)
     # Without a checksum that is right, TensorFlow must not see it.
-    with started(topology, model_dir, digits) as process:
+    with started(topology, model_dir) as process:
         process.wait_until(lambda: is_whole(program), "program that was compiled again")
     process.wait_for_family_to_end()
     assert programs(model_dir) == [program]
@@ -60,13 +60,13 @@ def test_damaged_programs_of_a_killed_run_are_compiled_again(
 
     # With it, TensorFlow reads what it cannot use: the proof that it reads, after a resume too.
     program.write_bytes(gzip.compress(gzip.decompress(program.read_bytes())[:-1000] + b'"'))
-    with started(topology, model_dir, digits) as process:
-        assert process.wait().exit_code != 0
+    with started(topology, model_dir) as process:
+        assert process.wait_alone().exit_code != 0
 
 
-def test_result_is_the_same_with_kept_programs(digits: Path, tmp_path: Path) -> None:
-    topology = TOPOLOGIES["mirrored-1"]
-    flags = (*FLAGS, f"--data_dir={digits}", "--train_steps=40")
+def test_result_is_the_same_with_kept_programs(tmp_path: Path) -> None:
+    topology = "mirrored-1"
+    flags = (*FLAGS, "--train_steps=40")
     compiled = train(topology, tmp_path / "first", *flags)
     kept = programs(compiled.model_dir)
     shutil.copytree(compiled.model_dir / "compiled", tmp_path / "second" / "compiled")

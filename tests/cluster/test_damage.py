@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Process, Run, assert_one_error, train
+from tests.cluster.runs import Run, TrainOnce, assert_refused, largest_difference, train
 from tests.commands import run_python
 from tests.damage import flip_bit
 
@@ -35,28 +35,26 @@ def test_skipped_records_are_counted_in_everything_that_a_run_leaves(
 ) -> None:
     data = damaged_copy(digits, tmp_path)
     flags = (CONFIG, f"--data_dir={data}", "--train_steps=60")
-    with Process((*flags, f"--model_dir={tmp_path / 'run'}"), tmp_path / "run") as process:
-        assert_one_error(process.wait(), "test.tfrecord", "cut short")
+    where = f"--model_dir={tmp_path / 'run'}"
+    assert_refused((*flags, where), tmp_path / "run", "test.tfrecord", "cut short")
     assert not (tmp_path / "run").exists()
 
-    run = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags, SKIP)
+    run = train("mirrored-1", tmp_path / "run", *flags, SKIP)
 
     skipped = {"train": 1, "eval": 1}
     assert run.result["records_skipped"] == skipped
     assert run.config["records_skipped"] == skipped
-    assert run.config["train_examples"] == 1436
-    assert run.config["eval_examples"] == 359
+    assert (run.config["train_examples"], run.config["eval_examples"]) == (1436, 359)
     for split in ("train", "eval"):
         assert {line["records_skipped"] for line in run.metrics(split)} == {1}
     assert {line["examples"] for line in run.metrics("eval")} == {359}
     assert "1 of 1,437 records cannot be read and are left out" in run.stderr
 
-    more = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags, SKIP, "--train_steps=80")
+    more = train("mirrored-1", tmp_path / "run", *flags, SKIP, "--train_steps=80")
     assert more.result["step"] == 80
     flip_bit_of_shard(data, "train", -20)
-    arguments = (*flags, SKIP, "--train_steps=90", f"--model_dir={tmp_path / 'run'}")
-    with Process(arguments, tmp_path / "run") as process:
-        assert_one_error(process.wait(), "train data")
+    longer = (*flags, SKIP, "--train_steps=90", where)
+    assert_refused(longer, tmp_path / "run", "train data")
 
 
 def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
@@ -67,15 +65,14 @@ def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
     shard = flip_bit_of_shard(data, "train", -20)  # In the last batch of the epoch.
     cached = ("--config.data.cache_bytes=100000000", "--config.data.shuffle=False")
     flags = (CONFIG, f"--data_dir={data}", *cached, f"--model_dir={tmp_path / 'run'}")
-    with Process(flags, tmp_path / "run") as process:
-        assert_one_error(process.wait(), shard.name, "corrupt", SKIP)
+    assert_refused(flags, tmp_path / "run", shard.name, "corrupt", SKIP)
 
 
-@pytest.fixture(scope="module")
-def exported(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture
+def exported(train_once: TrainOnce) -> Run:
     """A run on undamaged data, which would fail on damaged data."""
-    flags = (CONFIG, f"--data_dir={digits}", "--train_steps=20", "--config.export")
-    return train(TOPOLOGIES["mirrored-1"], tmp_path_factory.mktemp("exported") / "run", *flags)
+    flags = (CONFIG, "--train_steps=20", "--config.export")
+    return train_once("mirrored-1", *flags)
 
 
 def test_undamaged_data_ends_in_the_same_weights_with_and_without_skip(
@@ -84,11 +81,10 @@ def test_undamaged_data_ends_in_the_same_weights_with_and_without_skip(
     data = tmp_path / "data"
     shutil.copytree(digits, data)
     flags = (CONFIG, f"--data_dir={data}", "--train_steps=20", SKIP)
-    skipping = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags)
+    skipping = train("mirrored-1", tmp_path / "run", *flags)
     assert skipping.result["records_skipped"] == {"train": 0, "eval": 0}
     assert "records_skipped" not in exported.result
-    ours, theirs = exported.weights(), skipping.weights()
-    assert all((ours[name] == theirs[name]).all() for name in ours)
+    assert largest_difference(exported.weights(), skipping.weights()) == 0
 
 
 def test_damaged_reports_and_result_of_a_run_are_named_and_made_anew(
@@ -101,13 +97,12 @@ def test_damaged_reports_and_result_of_a_run_are_named_and_made_anew(
     reports = metrics.read_bytes()
     metrics.write_bytes(b"\xff\xfe{\n" + reports)
     flags = (CONFIG, f"--data_dir={exported.config['data_dir']}", "--train_steps=20")
-    run = train(TOPOLOGIES["mirrored-1"], model_dir, *flags)
+    run = train("mirrored-1", model_dir, *flags)
     assert f"{result} is damaged: " in run.stderr
     assert f"{metrics} has 1 damaged line(s), which are removed." in run.stderr
     assert "resuming from step 20" in run.stdout
     assert metrics.read_bytes().startswith(reports)
-    assert run.result["step"] == 20
-    assert run.result["exit_code"] == 0
+    assert (run.result["step"], run.result["exit_code"]) == (20, 0)
 
 
 @pytest.mark.parametrize(

@@ -6,28 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cluster.runs import Topology, topologies, train
+from tests.cluster.runs import topologies, train
 
 
 @pytest.mark.parametrize(
     "topology",
     topologies("multiworker-2", "ps-sync-2+1", nightly=("mirrored-2", "ps-2+1")),
-    ids=str,
 )
 def test_diverging_run_names_the_steps_and_keeps_no_checkpoint_with_nan(
-    topology: Topology, digits: Path, tmp_path: Path
+    topology: str, tmp_path: Path
 ) -> None:
-    run = train(
-        topology,
-        tmp_path,
-        "--config=tests/cluster/configs/linear.py",
-        f"--data_dir={digits}",
-        "--learning_rate=3e38",
-        "--config.optimizer=sgd",
-        "--config.checkpoint_every_steps=1",
-        "--config.steps_per_call=5",
-        exit_code=1,
-    )
+    often = ("--config.checkpoint_every_steps=1", "--config.steps_per_call=5")
+    flags = ("--config=tests/cluster/configs/linear.py", *often)
+    too_large = ("--learning_rate=3e38", "--config.optimizer=sgd")
+    run = train(topology, tmp_path, *flags, *too_large, exit_code=1)
     output = run.stdout + run.stderr
     # If a gradient overflows before the loss, the check of the variables before a save finds it.
     said = re.findall(r"error: (?:The loss became \S+ somewhere in steps|At step) (\d+)", output)

@@ -15,7 +15,7 @@ import pytest
 from strategies.cluster.peers import identify
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Task
-from tests.cluster.runs import TOPOLOGIES, Process, assert_one_error, start
+from tests.cluster.runs import assert_refused, run, start
 from tests.unit.stand_ins import namespace_or_skip
 from trainer.local.network_namespace import Namespace
 
@@ -40,11 +40,11 @@ def namespace_of(process: psutil.Process) -> Namespace:
 
 
 def test_metrics_of_an_isolated_chief_are_read_from_outside(
-    can_isolate: None, digits: Path, tmp_path: Path
+    can_isolate: None, tmp_path: Path
 ) -> None:
     (port,) = free_ports(1)
-    flags = (SLOW, f"--data_dir={digits}", "--isolate=on", f"--metrics_port={port}")
-    with start(TOPOLOGIES["multiworker-2"], tmp_path, *flags) as process:
+    flags = (SLOW, "--isolate=on", f"--metrics_port={port}")
+    with start("multiworker-2", tmp_path, *flags) as process:
         process.wait_for_step(20)
         url = f"http://127.0.0.1:{port}/metrics"
 
@@ -55,16 +55,14 @@ def test_metrics_of_an_isolated_chief_are_read_from_outside(
         # The page is written after metrics.jsonl.
         process.wait_until(lambda: 'trainer_loss{split="train"}' in page(), "the loss")
         process.send(signal.SIGTERM)
-        assert process.wait().exit_code == 75
+        process.wait(exit_code=75)
 
 
 @pytest.mark.parametrize("isolate", ["auto", pytest.param("off", marks=pytest.mark.nightly)])
 def test_servers_answer_only_inside_the_namespace(
-    isolate: str, can_isolate: None, digits: Path, tmp_path: Path
+    isolate: str, can_isolate: None, tmp_path: Path
 ) -> None:
-    with start(
-        TOPOLOGIES["ps-2+1"], tmp_path, SLOW, f"--data_dir={digits}", f"--isolate={isolate}"
-    ) as process:
+    with start("ps-2+1", tmp_path, SLOW, f"--isolate={isolate}") as process:
         process.wait_for_step(20)
         jobs = json.loads((tmp_path / "config.json").read_text())["cluster"]["cluster"]
         addresses = {Task(job, i): a for job in ("worker", "ps") for i, a in enumerate(jobs[job])}
@@ -86,7 +84,6 @@ def test_servers_answer_only_inside_the_namespace(
                     )
                     assert inside.stdout.strip() == str(task)
         run = process.wait()
-    assert run.exit_code == 0
     assert run.stderr.count("isolated") == 1
     assert ("not isolated (--isolate=off)" in run.stderr) == (isolate == "off")
 
@@ -103,14 +100,13 @@ def test_refused_namespace_is_an_error_for_on_and_a_warning_for_auto(
     for isolate in ("on", "auto"):
         model_dir = tmp_path / isolate
         flags = (*argv, f"--isolate={isolate}", f"--model_dir={model_dir}")
-        with Process(flags, model_dir, under=unable) as process:
-            run = process.wait()
         if isolate == "on":
-            assert_one_error(run, "--isolate=on", "CAP_SYS_ADMIN", "--isolate=auto")
+            said = ("--isolate=on", "CAP_SYS_ADMIN", "--isolate=auto")
+            assert_refused(flags, model_dir, *said, under=unable)
             assert not (model_dir / "tasks").exists()
         else:
-            assert run.exit_code == 0, run.stderr
-            assert "not isolated (root without CAP_SYS_ADMIN" in run.stderr
+            done = run(flags, model_dir, under=unable)
+            assert "not isolated (root without CAP_SYS_ADMIN" in done.stderr
 
 
 def test_run_with_a_url_is_not_isolated_and_has_local_logs(digits: Path, tmp_path: Path) -> None:
@@ -119,9 +115,7 @@ def test_run_with_a_url_is_not_isolated_and_has_local_logs(digits: Path, tmp_pat
     (tmp_path / "here").mkdir()
     config = f"--config={Path(__file__).parent}/configs/linear.py"
     argv = (*flags, config, *LINEAR[1:])
-    with Process(argv, tmp_path / "far", cwd=tmp_path / "here") as process:
-        run = process.wait()
-    assert run.exit_code == 0, run.stderr + run.stdout
-    assert f"not isolated ({url} is reached over the network)" in run.stderr
-    assert run.result["step"] == 20
+    done = run(argv, tmp_path / "far", cwd=tmp_path / "here")
+    assert f"not isolated ({url} is reached over the network)" in done.stderr
+    assert done.result["step"] == 20
     assert (tmp_path / "here" / "runs" / "far" / "tasks" / "worker-0.log").exists()

@@ -11,7 +11,7 @@ import tensorflow_datasets as tfds
 
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
-from tests.cluster.runs import CONFIGS, TOPOLOGIES, Run, train
+from tests.cluster.runs import CONFIGS, Run, train
 from tests.commands import run_python
 from tests.shards import write_shards
 
@@ -32,17 +32,11 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     features.save_config(str(directory))
     for split, count in (("train", 180), ("test", 36)):
         labels = random.integers(0, 3, count)
-        examples = [
-            features.serialize_example(
-                {
-                    "word": "abc"[label],
-                    "number": [3, 5, 7][label],
-                    "x": random.normal(size=2).astype(np.float32),
-                    "label": label,
-                }
-            )
-            for label in labels
-        ]
+        examples = []
+        for label in labels:
+            x = random.normal(size=2).astype(np.float32)
+            example = {"word": "abc"[label], "number": 3 + 2 * label, "x": x, "label": label}
+            examples.append(features.serialize_example(example))
         write_shards(examples, str(directory), "words", split, 1, count)
     return directory
 
@@ -65,13 +59,13 @@ def test_models_tables_and_callbacks_of_keras_are_equal_everywhere(
     )
     weights, accuracies = [], []
     for name in ("mirrored-1", "multiworker-2", "ps-sync-3+1"):
-        run = train(TOPOLOGIES[name], tmp_path / name, *flags)
+        run = train(name, tmp_path / name, *flags)
         # Stopped by the callback in all tasks, each with the same learning rates.
         assert run.result["step"] == 40
         assert "callback" in run.result["why"]
         assert run.metrics("train")[-1]["learning_rate"] == pytest.approx(0.5 / 2**4)
         # Evaluated after each epoch, for the callbacks.
-        assert [line["step"] for line in run.metrics("eval")] == [10, 20, 30, 40]
+        assert run.steps("eval") == [10, 20, 30, 40]
         weights.append(run.weights())
         accuracies.append(run.result["eval"]["accuracy"])
     for other in weights[1:]:
@@ -100,14 +94,9 @@ def test_example_config_of_a_table_trains(tmp_path: Path) -> None:
             writer.writerow([*numbers, gained, 0, hours, income])
     data = tmp_path / "data"
     prepare("csv:adult", str(data), str(tmp_path / "adult.csv"), Options(label="income"))
-    run = train(
-        TOPOLOGIES["mirrored-1"],
-        tmp_path / "run",
-        "--config=configs/table.py",
-        f"--data_dir={data}",
-        "--train_steps=60",
-        "--batch_size=32",
-    )
+    short = ("--train_steps=60", "--batch_size=32")
+    flags = ("--config=configs/table.py", f"--data_dir={data}", *short)
+    run = train("mirrored-1", tmp_path / "run", *flags)
     assert run.result["eval"]["accuracy"] > 0.95
     assert re.search(r"inputs: age, .*, sex; label: income; left out: fnlwgt .*race", run.stdout)
     assert len(predictions(run, tmp_path)) == run.metrics("eval")[-1]["examples"]
@@ -115,12 +104,8 @@ def test_example_config_of_a_table_trains(tmp_path: Path) -> None:
 
 def test_example_config_of_a_regression_trains(tmp_path: Path) -> None:
     prepare("diabetes", str(tmp_path / "data"))
-    run = train(
-        TOPOLOGIES["mirrored-1"],
-        tmp_path / "run",
-        "--config=configs/regression.py",
-        f"--data_dir={tmp_path / 'data'}",
-    )
+    flags = ("--config=configs/regression.py", f"--data_dir={tmp_path / 'data'}")
+    run = train("mirrored-1", tmp_path / "run", *flags)
     assert run.result["eval"].keys() == {"loss", "mae"}
     assert run.result["eval"]["loss"] < 4500  # The mean label has about 5,900.
     line = predictions(run, tmp_path)[0]

@@ -10,12 +10,11 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.cluster.runs import CONFIGS, ROOT, TOPOLOGIES, Topology, train
+from tests.cluster.runs import CONFIGS, digits, train
 
 pytestmark = pytest.mark.nightly
 
 CONFIG = CONFIGS / "keras_metrics.py"
-MIRRORED_3 = Topology("mirrored-3", "mirrored", ("--replicas=3", "--num_threads=1"))
 
 
 @functools.cache
@@ -39,7 +38,7 @@ def figures_of_keras(model_file: str) -> Mapping[str, Mapping[str, float]]:
     )
     found = {}
     for split, name in (("train", "train"), ("eval", "test")):
-        files = sorted(map(str, (ROOT / "datasets/digits").glob(f"*-{name}.tfrecord-*")))
+        files = sorted(map(str, digits().glob(f"*-{name}.tfrecord-*")))
         records = list(tf.data.TFRecordDataset(files))
         inputs, labels, weights = config.parse(tf.stack(records))
         found[split] = model.evaluate(
@@ -48,16 +47,9 @@ def figures_of_keras(model_file: str) -> Mapping[str, Mapping[str, float]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "topology",
-    [MIRRORED_3, *(TOPOLOGIES[name] for name in ("multiworker-2", "ps-2+1", "ps-sync-3+1"))],
-    ids=str,
-)
-def test_reports_have_the_figures_of_keras_on_one_device(
-    topology: Topology, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("topology", ["mirrored-3", "multiworker-2", "ps-2+1", "ps-sync-3+1"])
+def test_reports_have_the_figures_of_keras_on_one_device(topology: str, tmp_path: Path) -> None:
     run = train(topology, tmp_path / "run", f"--config={CONFIG}")
-    assert run.exit_code == 0, run.stderr
     exact = figures_of_keras(str(tmp_path / "run/export/model.keras"))
     for split in ("train", "eval"):
         (report,) = run.metrics(split)

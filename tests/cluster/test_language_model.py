@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.prepare.preparing import prepare
-from tests.cluster.runs import TOPOLOGIES, assert_same_bits, largest_difference, train
+from tests.cluster.runs import assert_same_bits, largest_difference, train
 
 pytestmark = pytest.mark.nightly
 
@@ -40,9 +40,9 @@ def test_language_model_resumes_bit_for_bit_and_two_workers_agree_with_one(
         "--learning_rate=0.01",
         "--config.export=False",
     )
-    one = TOPOLOGIES["mirrored-1"]
+    one = "mirrored-1"
     whole = train(one, tmp_path / "whole", *flags, "--train_steps=30")
-    shared = train(TOPOLOGIES["multiworker-2"], tmp_path / "shared", *flags, "--train_steps=30")
+    shared = train("multiworker-2", tmp_path / "shared", *flags, "--train_steps=30")
     # 19 steps of 16 sequences: inside the first document, in the second epoch.
     train(one, tmp_path / "parts", *flags, "--train_steps=19")
     parts = train(one, tmp_path / "parts", *flags, "--train_steps=30")

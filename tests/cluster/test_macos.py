@@ -4,23 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import Topology, start, topologies
+from tests.cluster.runs import Topology, topologies, train
 
 MACOS = Path(__file__).resolve().parent / "macos"
 LINEAR = ("--config=tests/cluster/configs/linear.py", "--train_steps=20")
 TIMEOUT_SECS = 250.0  # Each task imports TensorFlow.
 
 
-@pytest.mark.parametrize(
-    "topology", topologies("mirrored-2", "multiworker-2", nightly=("ps-2+1",)), ids=str
-)
-def test_trains_without_what_only_linux_has(
-    topology: Topology, digits: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("topology", topologies("mirrored-2", "multiworker-2", nightly=("ps-2+1",)))
+def test_trains_without_what_only_linux_has(topology: Topology, tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(MACOS)}
-    with start(topology, tmp_path, *LINEAR, f"--data_dir={digits}", env=env) as process:
-        run = process.wait(TIMEOUT_SECS)
-    assert run.exit_code == 0, process.output()
+    run = train(topology, tmp_path, *LINEAR, env=env, timeout_secs=TIMEOUT_SECS)
     assert run.result["step"] >= 20
     if topology.tasks:
         assert "darwin has no network namespaces" in run.stderr

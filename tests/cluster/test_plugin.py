@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.cluster.runs import (
-    TOPOLOGIES,
-    Process,
-    Topology,
-    histograms,
-    topologies,
-    train,
-)
+from tests.cluster.runs import Topology, histograms, topologies, train
+from tests.cluster.runs import run as run_trainer
 
 RECIPE = '''
     """y = 3 x0 - 2 x1 + 1, found from records that no metadata describes."""
@@ -103,9 +97,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    "topology", topologies("mirrored-2", "ps-2+1", nightly=("multiworker-2",)), ids=str
-)
+@pytest.mark.parametrize("topology", topologies("mirrored-2", "ps-2+1", nightly=("multiworker-2",)))
 def test_users_own_file_and_records_train(
     topology: Topology, records: Path, tmp_path: Path
 ) -> None:
@@ -143,25 +135,17 @@ def test_packages_of_a_user_with_the_names_of_ours_train_on_a_cluster(
     (tmp_path / "neighbour.py").write_text("")
     (tmp_path / "data/mine.py").write_text("from . import base\n" + textwrap.dedent(RECIPE))
     flags = ("--config=data/mine.py", f"--data_dir={records}", "--train_steps=10")
-    topology, model_dir = TOPOLOGIES[name], tmp_path / "run"
-    argv = (*topology.argv, *flags, f"--model_dir={model_dir}")
-    with Process(argv, model_dir, cwd=tmp_path) as process:
-        run = process.wait()
-    assert run.exit_code == 0, run.stderr
-    assert run.config["recipe"] == str(tmp_path / "data/mine.py")
+    model_dir = tmp_path / "run"
+    argv = (*Topology(name).argv, *flags, f"--model_dir={model_dir}")
+    ran = run_trainer(argv, model_dir, cwd=tmp_path)
+    assert ran.config["recipe"] == str(tmp_path / "data/mine.py")
 
 
-def test_histograms_and_profile_are_written(digits: Path, tmp_path: Path) -> None:
-    train(
-        TOPOLOGIES["mirrored-2"],
-        tmp_path,
-        "--config=tests/cluster/configs/linear.py",
-        f"--data_dir={digits}",
-        "--train_steps=30",
-        "--config.histogram_every_steps=15",
-        "--config.profile_first_step=8",
-        "--config.profile_num_steps=5",
-    )
+def test_histograms_and_profile_are_written(tmp_path: Path) -> None:
+    profile = ("--config.profile_first_step=8", "--config.profile_num_steps=5")
+    every = "--config.histogram_every_steps=15"
+    linear = "--config=tests/cluster/configs/linear.py"
+    train("mirrored-2", tmp_path, linear, *profile, every, "--train_steps=30")
     found = histograms(tmp_path)
     assert {tag.partition("/")[0] for tag in found} == {"variables", "gradients"}
     assert len(found) == 4

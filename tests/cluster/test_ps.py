@@ -8,53 +8,45 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.cluster.runs import TOPOLOGIES, Process, Run, Topology, train
+from tests.cluster.runs import Run, TrainOnce, histograms, train
 
-PS = TOPOLOGIES["ps-2+1"]
+PS = "ps-2+1"
 
 
-@pytest.fixture(scope="module")
-def counted(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    model_dir = tmp_path_factory.mktemp("counted") / "run"
+@pytest.fixture
+def counted(train_once: TrainOnce) -> Run:
     # Applying takes time, so that gradients of the other worker arrive meanwhile.
-    flags = ("--train_steps=500", "--config.apply_ms=5", f"--data_dir={digits}")
-    return train(PS, model_dir, "--config=tests/cluster/configs/counting.py", *flags)
+    flags = ("--train_steps=500", "--config.apply_ms=5")
+    return train_once(PS, "--config=tests/cluster/configs/counting.py", *flags)
 
 
 def test_every_applied_update_is_counted_and_no_other(counted: Run) -> None:
-    run = counted
-    (weight,) = run.weights().values()
-    step = run.result["step"]
+    (weight,) = counted.weights().values()
+    step = counted.result["step"]
     assert step >= 500
     assert weight == step, "the weight gains 1 by each update that is applied"
-    assert run.variables()["optimizer/_iterations/.ATTRIBUTES/VARIABLE_VALUE"] == step
-    worker_steps = run.result["worker_steps"]
+    assert counted.variables()["optimizer/_iterations/.ATTRIBUTES/VARIABLE_VALUE"] == step
+    worker_steps = counted.result["worker_steps"]
     assert worker_steps.keys() == {"worker 0", "worker 1"}
     assert min(worker_steps.values()) > 0
-    assert sum(worker_steps.values()) == run.result["examples"] // 16 == step
-    staleness = run.result["staleness"]
+    assert sum(worker_steps.values()) == counted.result["examples"] // 16 == step
+    staleness = counted.result["staleness"]
     assert {name: sum(ages.values()) for name, ages in staleness.items()} == worker_steps
-    assert oldest(run) > 0, "no two workers applied at the same time"
-    assert sum(run.result["worker_share"].values()) == pytest.approx(1, abs=1e-3)
-    reports = run.metrics("train")
-    assert [report["step"] for report in reports] == list(range(100, 501, 100))
+    assert oldest(counted) > 0, "no two workers applied at the same time"
+    assert sum(counted.result["worker_share"].values()) == pytest.approx(1, abs=1e-3)
+    shown = histograms(counted.model_dir)
+    assert {"staleness/worker 0", "staleness/worker 1"} <= shown.keys()
+    reports = counted.metrics("train")
+    assert counted.steps("train") == list(range(100, 501, 100))
     assert reports[-1]["worker_steps"] == worker_steps
 
 
-def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
-    digits: Path, tmp_path: Path
-) -> None:
+def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(tmp_path: Path) -> None:
     """Applying takes long, so gradients of other workers arrive meanwhile."""
-    flags = (
-        "--config=tests/cluster/configs/counting.py",
-        "--config.apply_ms=30",
-        f"--data_dir={digits}",
-        "--train_steps=100",
-    )
-    topology = Topology("ps-2+2", "ps", ("--workers=2", "--ps=2", "--num_threads=1"))
-    bounded = train(topology, tmp_path, *flags, "--max_staleness=0")
+    config = ("--config=tests/cluster/configs/counting.py", "--config.apply_ms=30")
+    flags = (*config, "--train_steps=100")
+    bounded = train("ps-2+2", tmp_path, *flags, "--max_staleness=0")
 
     result = bounded.result
     (weight,) = bounded.weights().values()
@@ -67,16 +59,13 @@ def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     assert report["loss"] == -np.arange(100).mean()
 
 
-def test_only_worker_knows_all_its_own_steps_whatever_is_applied_when(
-    digits: Path, tmp_path: Path
-) -> None:
+def test_only_worker_knows_all_its_own_steps_whatever_is_applied_when(tmp_path: Path) -> None:
     """Variables are read as soon as the former gradient was applied to each of them."""
-    topology = Topology("ps-1+2", "ps", ("--workers=1", "--ps=2", "--num_threads=1"))
-    flags = ("--config=tests/cluster/configs/counting.py", f"--data_dir={digits}")
-    run = train(topology, tmp_path, *flags, "--train_steps=200", "--config.apply_ms=2")
-    assert run.result["staleness"] == {"worker 0": {"0": 200}}
+    counting = "--config=tests/cluster/configs/counting.py"
+    trained = train("ps-1+2", tmp_path, counting, "--train_steps=200", "--config.apply_ms=2")
+    assert trained.result["staleness"] == {"worker 0": {"0": 200}}
     # The loss of step k is -k.
-    assert [report["loss"] for report in run.metrics("train")] == [-49.5, -149.5]
+    assert [report["loss"] for report in trained.metrics("train")] == [-49.5, -149.5]
 
 
 def oldest(run: Run) -> int:
@@ -85,36 +74,21 @@ def oldest(run: Run) -> int:
 
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="taskset binds to a core; not there")
 @pytest.mark.parametrize("sync", [False, True], ids=["asynchronous", "synchronous"])
-def test_cluster_trains_on_one_core(digits: Path, tmp_path: Path, sync: bool) -> None:
+def test_cluster_trains_on_one_core(tmp_path: Path, sync: bool) -> None:
     """With a pool of one thread a server waits for itself."""
-    core = min(os.sched_getaffinity(0))
-    flags = (*PS.argv, f"--sync_replicas={sync}", f"--model_dir={tmp_path}", "--train_steps=100")
-    config = ("--config=tests/cluster/configs/counting.py", f"--data_dir={digits}")
-    on_one = ("taskset", "--cpu-list", str(core))
-    with Process((*flags, *config), tmp_path, under=on_one) as process:
-        assert process.wait().result["step"] == 100, process.output()
+    on_one = ("taskset", "--cpu-list", str(min(os.sched_getaffinity(0))))
+    flags = ("--config=tests/cluster/configs/counting.py", "--train_steps=100")
+    done = train(PS, tmp_path, *flags, f"--sync_replicas={sync}", under=on_one)
+    assert done.result["step"] == 100
 
 
-def test_staleness_is_a_histogram_of_each_worker_in_tensorboard(counted: Run) -> None:
-    directory = counted.model_dir / "tensorboard" / "train"
-    events = EventAccumulator(str(directory), {"tensors": 0}).Reload()
-    assert {"staleness/worker 0", "staleness/worker 1"} <= set(events.Tags()["tensors"])
-
-
-def test_variables_and_their_optimizer_state_are_placed_as_the_table_says(
-    digits: Path, tmp_path: Path
-) -> None:
-    run = train(
-        Topology("ps-1+2", "ps", ("--workers=1", "--ps=2", "--num_threads=1")),
-        tmp_path,
-        "--config=tests/cluster/configs/placed.py",
-        f"--data_dir={digits}",
-        "--train_steps=10",
-        "--verbose",
-    )
+def test_variables_and_their_optimizer_state_are_placed_as_the_table_says(tmp_path: Path) -> None:
+    config = "--config=tests/cluster/configs/placed.py"
+    flags = (config, "--train_steps=10", "--verbose")
+    trained = train("ps-1+2", tmp_path, *flags)
     devices = json.loads((tmp_path / "devices.json").read_text())
     num_bytes = {task: sum(size for _, size in made) for task, made in devices.items()}
-    table = dict(re.findall(r"^ps (\d): ([\d,]+) bytes", run.stdout, re.MULTILINE))
+    table = dict(re.findall(r"^ps (\d): ([\d,]+) bytes", trained.stdout, re.MULTILINE))
     assert {task: f"{size:,}" for task, size in num_bytes.items()} == table
     # The largest variable is alone with its optimizer state; the others are on the other ps.
     (alone,) = (made for made in devices.values() if any("large" in name for name, _ in made))

@@ -3,7 +3,6 @@
 test_determinism.py tests that they end in the weights of mirrored, and resume bit for bit.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,17 +10,16 @@ import pytest
 
 from data.order import Order
 from data.tfrecord.split import open_split
-from tests.cluster.runs import Process, Run, Topology, train
+from tests.cluster.runs import Run, train
 from trainer.config import DataConfig
 
-THREE_WORKERS = ("--workers=3", "--ps=1", "--num_threads=1", "--sync_replicas")
-BACKUP = Topology("ps-sync-2-of-3", "ps", (*THREE_WORKERS, "--replicas_to_aggregate=2"))
-NO_BACKUP = Topology("ps-sync-3-of-3", "ps", THREE_WORKERS)
+BACKUP = "--replicas_to_aggregate=2"
 
 
-def train_numbered(topology: Topology, numbered: Path, model_dir: Path, *flags: str) -> Run:
+def train_numbered(numbered: Path, model_dir: Path, *flags: str) -> Run:
+    """Trains with three workers."""
     config = "--config=tests/cluster/configs/straggler.py"
-    return train(topology, model_dir, config, f"--data_dir={numbered}", *flags)
+    return train("ps-sync-3+1", model_dir, config, f"--data_dir={numbered}", *flags)
 
 
 def sum_of_consumed(run: Run) -> int:
@@ -31,18 +29,9 @@ def sum_of_consumed(run: Run) -> int:
 
 def sum_of_handed_out(run: Run, numbered: Path) -> tuple[int, int]:
     """Sums of the numbers in the batches handed out, and in their unfinished sub-batches."""
-    name = max(n for n in run.checkpoints() if n.startswith("step-"))
-    mark = json.loads((run.model_dir / "checkpoints" / name / "checkpoint.json").read_text())
-    split = open_split(str(numbered), "train")
-    order = Order(
-        split.shard_lengths,
-        split.chunk_examples,
-        batch_size=32,
-        lanes=32,
-        window_batches=DataConfig().window_batches,
-        seed=0,
-        shuffle=True,
-    )
+    mark, split = run.mark(), open_split(str(numbered), "train")
+    lengths, window = (split.shard_lengths, split.chunk_examples), DataConfig().window_batches
+    order = Order(*lengths, 32, lanes=32, window_batches=window, seed=0, shuffle=True)
     open_sum = sum(
         int(order.records(batch, 1, range(first, last + 1)).sum())
         for batch, first, last in mark["open_shares"]
@@ -55,7 +44,7 @@ def backed_up(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that waits for two of three workers; worker 0 is slow."""
     # Enough steps for worker 0 to finish a sub-batch before the other workers end the run.
     slow = ("--config.delay_ms=50", "--train_steps=120", "--config.log_every_steps=120")
-    return train_numbered(BACKUP, numbered, tmp_path_factory.mktemp("2-of-3") / "run", *slow)
+    return train_numbered(numbered, tmp_path_factory.mktemp("2-of-3") / "run", BACKUP, *slow)
 
 
 def test_step_does_not_wait_for_a_slow_worker_and_no_example_is_lost(
@@ -71,7 +60,7 @@ def test_step_does_not_wait_for_a_slow_worker_and_no_example_is_lost(
 
 
 def test_without_a_backup_worker_all_workers_are_waited_for(numbered: Path, tmp_path: Path) -> None:
-    run = train_numbered(NO_BACKUP, numbered, tmp_path, "--config.delay_ms=50")
+    run = train_numbered(numbered, tmp_path, "--config.delay_ms=50")
     assert run.result["worker_dropped"] == dict.fromkeys(("worker 0", "worker 1", "worker 2"), 0)
     assert set(run.result["worker_steps"].values()) == {40}
     assert sum_of_handed_out(run, numbered) == (sum_of_consumed(run), 0)
@@ -82,8 +71,8 @@ def test_unfinished_sub_batches_are_computed_after_a_resume(
     backed_up: Run, numbered: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(backed_up.model_dir, tmp_path / "run")
-    quick = ("--config.delay_ms=0", "--train_steps=140")
-    finished = train_numbered(BACKUP, numbered, tmp_path / "run", *quick)
+    quick = (BACKUP, "--config.delay_ms=0", "--train_steps=140")
+    finished = train_numbered(numbered, tmp_path / "run", *quick)
 
     handed_out, still_open = sum_of_handed_out(finished, numbered)
     last = finished.metrics("train")[-1]
@@ -91,17 +80,14 @@ def test_unfinished_sub_batches_are_computed_after_a_resume(
     assert sum_of_consumed(backed_up) + since == handed_out - still_open
 
 
-def test_values_that_the_chief_reads_leave_nothing_on_the_server(
-    digits: Path, tmp_path: Path
-) -> None:
+def test_values_that_the_chief_reads_leave_nothing_on_the_server(tmp_path: Path) -> None:
     """TensorFlow keeps a kernel for each value that is read with `numpy()` of another task."""
-    model_dir, log = tmp_path / "run", "Creating new kernel for _Send"
-    flags = (f"--model_dir={model_dir}", f"--data_dir={digits}", "--train_steps=200")
-    topology = ("--strategy=ps", "--sync_replicas", "--workers=1", "--ps=1", "--num_threads=1")
-    calls = ("--config=tests/cluster/configs/counting.py", "--config.steps_per_call=2")
+    calls = ("--train_steps=200", "--config.steps_per_call=2")
     env = {"TF_CPP_VMODULE": "execute=2", "TF_CPP_MIN_LOG_LEVEL": "0"}
-    with Process((*topology, *flags, *calls), model_dir, env=env) as process:
-        assert process.wait().result["step"] == 200, process.output()
-    text = (model_dir / "tasks" / "ps-0.log").read_text(errors="replace")
+    counting = "--config=tests/cluster/configs/counting.py"
+    run = train("ps-sync-1+1", tmp_path, counting, *calls, env=env)
+    assert run.result["step"] == 200
+    text = (tmp_path / "tasks" / "ps-0.log").read_text(errors="replace")
     # Some values are read with `numpy()` at the beginning.
-    assert 0 < text.count(log) < 50, "100 calls read something each"
+    number = text.count("Creating new kernel for _Send")
+    assert 0 < number < 50, "100 calls read something each"

@@ -15,7 +15,8 @@ import tensorflow as tf
 from absl import flags as absl_flags
 
 import trainer
-from tests.cluster.runs import TOPOLOGIES, read_metrics
+from tests.cluster.configs.linear import build_model
+from tests.cluster.runs import read_metrics
 from tests.cluster.runs import train as run_command
 from tests.commands import run_python
 from tests.unit.comparing import assert_same
@@ -30,11 +31,6 @@ def get_config():
 def build_model(config):
     return Sequential([Input((8, 8, 1)), layers.Flatten(), layers.Dense(10, name={name!r})])
 """
-
-
-def build_model(config: trainer.Config) -> keras.Model:
-    layers = keras.layers
-    return keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(10)])
 
 
 class SignalAt(trainer.Hook):
@@ -84,21 +80,15 @@ def test_second_run_in_a_process_equals_the_command_and_changes_nothing_around_i
 ) -> None:
     tf.config.set_soft_device_placement(False)
     before = state()
+    given: dict[str, Any] = {"data_dir": digits, "train_steps": 20, "data": {"lanes": 32}}
     results = [
-        trainer.train(
-            "configs/digits.py",
-            data_dir=digits,
-            train_steps=20,
-            model_dir=tmp_path / str(number),
-            data={"lanes": 32},
-        )
-        for number in range(2)
+        trainer.train("configs/digits.py", model_dir=tmp_path / name, **given) for name in "01"
     ]
     assert state() == before
     tf.config.set_soft_device_placement(True)
     assert "step 20/20  eval" in capsys.readouterr().out
     argv = (f"--data_dir={digits}", "--train_steps=20", "--config.data.lanes=32")
-    command = run_command(TOPOLOGIES["mirrored-1"], tmp_path / "command", *argv)
+    command = run_command("mirrored-1", tmp_path / "command", *argv)
     for result in results:
         assert (result.step, result.exit_code, result.why) == (20, 0, "done")
         assert result.config["data"]["lanes"] == 32
@@ -122,35 +112,29 @@ def test_second_run_in_a_process_equals_the_command_and_changes_nothing_around_i
 def test_config_object_with_functions_trains_stops_at_ctrl_c_and_continues(
     digits: Path, tmp_path: Path
 ) -> None:
-    config = trainer.Config(data_dir=str(digits), export=False)
+    config, model_dir = trainer.Config(data_dir=str(digits), export=False), tmp_path / "run"
+    given: dict[str, Any] = {"build_model": build_model, "model_dir": model_dir}
+    hooks = {"build_hooks": lambda config, model_dir: [SignalAt(10)]}
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(trainer.RunFailed, match="continues it") as stopped:
-        trainer.train(
-            config,
-            build_model=build_model,
-            build_hooks=lambda config, model_dir: [SignalAt(10)],
-            model_dir=tmp_path / "run",
-            train_steps=100_000,
-        )
+        trainer.train(config, train_steps=100_000, **given, **hooks)
     assert signal.getsignal(signal.SIGINT) is before
     result = stopped.value.result
     assert result is not None
     assert (stopped.value.exit_code, result.exit_code) == (75, 75)
     assert 10 <= result.step < 100_000
     steps = result.step + 10
-    done = trainer.train(
-        config, build_model=build_model, model_dir=tmp_path / "run", train_steps=steps
-    )
+    done = trainer.train(config, train_steps=steps, **given)
     assert (done.step, done.exit_code, config.train_steps) == (steps, 0, 1000)
     # It resumed: no step was trained again.
-    reports = read_metrics(tmp_path / "run")
+    reports = read_metrics(model_dir)
     assert [r["examples"] for r in reports if r["split"] == "train"][-1] == steps * 64
 
-    loaded = trainer.load_run(tmp_path / "run")
+    loaded = trainer.load_run(model_dir)
     assert loaded.step == steps
     with pytest.raises(trainer.UsageError, match="build_model=build_model"):
         loaded.load_model()
-    model = trainer.load_run(tmp_path / "run", build_model=build_model).load_model()
+    model = trainer.load_run(**given).load_model()
     assert_same(model.weights, done.load_model("newest").weights)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ROOT, TOPOLOGIES, Process, train
+from tests.cluster.runs import ROOT, run, train
 from tests.commands import run_python
 
 pytestmark = pytest.mark.nightly
@@ -17,21 +17,21 @@ tool = partial(run_python, "-m")
 
 
 def test_config_file_that_others_can_write_is_executed_only_if_trusted(
-    digits: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     executed = tmp_path / "executed"
     config = tmp_path / "mine.py"
     shipped = (ROOT / "configs" / "digits.py").read_text()
     config.write_text(f"{shipped}\nopen({str(executed)!r}, 'w').close()\n")
-    run = str(tmp_path / "run")
-    flags = (f"--config={config}", f"--data_dir={digits}", "--train_steps=10")
-    train(TOPOLOGIES["mirrored-1"], Path(run), *flags)
+    model_dir = str(tmp_path / "run")
+    flags = (f"--config={config}", "--train_steps=10")
+    train("mirrored-1", Path(model_dir), *flags)
     config.chmod(0o666)
     page = tmp_path / "report.html"
     for words, refused in (
-        (("trainer.evaluate", run), 2),
-        (("trainer.predict", f"--model_dir={run}", "--num_examples=1"), 2),
-        (("trainer.report", run, f"--output={page}"), 0),  # Without what the model would say.
+        (("trainer.evaluate", model_dir), 2),
+        (("trainer.predict", f"--model_dir={model_dir}", "--num_examples=1"), 2),
+        (("trainer.report", model_dir, f"--output={page}"), 0),  # Without what the model would say.
     ):
         executed.unlink(missing_ok=True)
         done = tool(*words)
@@ -46,18 +46,16 @@ def test_config_file_that_others_can_write_is_executed_only_if_trusted(
 
 
 def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
-    digits: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     model_dir = tmp_path / "run"
-    flags = ("--train_steps=40", "--config.checkpoint_every_steps=20", "--config.ema.decay=0.9")
-    run = train(
-        TOPOLOGIES["multiworker-2"],
-        model_dir,
-        f"--data_dir={digits}",
+    flags = (
+        "--config.ema.decay=0.9",
+        "--config.checkpoint_every_steps=20",
         "--config.eval_every_steps=20",
-        *flags,
     )
-    reported = {report["step"]: report for report in run.metrics("eval")}
+    trained = train("multiworker-2", model_dir, *flags, "--train_steps=40")
+    reported = {report["step"]: report for report in trained.metrics("eval")}
     assert set(reported) == {20, 40}
     for checkpoint, step in (("20", 20), ("newest", 40)):
         # From another directory: paths in the run's files are absolute.
@@ -73,15 +71,7 @@ def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
     assert "step-00000020" in missing.stderr
     assert "Traceback" not in missing.stderr
 
-    other = train(
-        TOPOLOGIES["mirrored-1"],
-        tmp_path / "other",
-        f"--data_dir={digits}",
-        *flags[1:],
-        "--train_steps=20",
-        "--learning_rate=0.01",
-    )
-    assert other.exit_code == 0
+    train("mirrored-1", tmp_path / "other", *flags, "--train_steps=20", "--learning_rate=0.01")
     compared = tool("trainer.compare", str(model_dir), str(tmp_path / "other"))
     assert compared.returncode == 1, compared.stderr
     assert "config.learning_rate: 0.002 | 0.01" in compared.stdout
@@ -90,11 +80,11 @@ def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
 
 
 def test_damaged_newest_checkpoint_is_refused_unless_another_is_asked_for(
-    digits: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     model_dir = tmp_path / "run"
     flags = ("--train_steps=4", "--config.checkpoint_every_steps=2", "--config.export=False")
-    train(TOPOLOGIES["mirrored-1"], model_dir, f"--data_dir={digits}", *flags)
+    train("mirrored-1", model_dir, *flags)
     newest = model_dir / "checkpoints" / "step-00000004"
     (data,) = newest.glob("variables.data*")
     content = data.read_bytes()
@@ -121,18 +111,16 @@ def test_directories_of_any_name_are_read_by_all_tools(digits: Path, tmp_path: P
     data, model_dir = top / "digits", top / "run"
     shutil.copytree(digits, data)
     flags = (f"--data_dir={data}", "--config.checkpoint_every_steps=2")
-    train(TOPOLOGIES["mirrored-1"], model_dir, *flags, "--train_steps=4")
+    train("mirrored-1", model_dir, *flags, "--train_steps=4")
     path = model_dir / "config.json"
     path.write_text(path.read_text().replace('"learning_rate": 0.002', '"learning_rate": 0.01'))
     argv = (f"--model_dir={model_dir}", "--train_steps=6")
-    with Process(argv, model_dir) as process:
-        resumed = process.wait()
-    assert resumed.exit_code == 0, resumed.stderr
+    resumed = run(argv, model_dir)
     assert "resuming from step 4\n" in resumed.stdout
     changed = "changed since that step: learning_rate 0.002 -> 0.01, train_steps 4 -> 6\n"
     assert changed in resumed.stdout
     warm = (f"--config.warm_start.path={model_dir}", "--train_steps=1", *flags)
-    assert "warm start from" in train(TOPOLOGIES["mirrored-1"], top / "warm", *warm).stdout
+    assert "warm start from" in train("mirrored-1", top / "warm", *warm).stdout
     saved_model = (f"{model_dir}/export/saved_model", f"--data_dir={data}")
     for words in (
         ("trainer.evaluate", str(model_dir)),

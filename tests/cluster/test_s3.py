@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,7 @@ import pytest
 
 from benchmarks.slow_link import SlowLink
 from data.system import files, object_store
-from tests.cluster.runs import (
-    ROOT,
-    TIMEOUT_SECS,
-    TOPOLOGIES,
-    Process,
-    Run,
-    Topology,
-    assert_one_error,
-)
+from tests.cluster.runs import ROOT, TIMEOUT_SECS, Process, Topology, assert_refused
 from tests.s3 import link, needs_s3, url
 
 __all__ = ["link", "url"]  # Fixtures.
@@ -29,13 +20,12 @@ pytestmark = [needs_s3, pytest.mark.nightly]
 
 # A checkpoint of the digits' network, 0.5 MB, takes seconds.
 _SLOW_BYTES_PER_SEC = 200e3
-_ONE_PS = Topology("ps-sync-1+1", "ps", ("--workers=1", "--ps=1", "--sync_replicas"))
 
 
-def start(topology: Topology, url: str, directory: Path, *flags: str) -> Process:
+def start(topology: str, url: str, directory: Path, *flags: str) -> Process:
     """Starts a run at `url`. Its working directory is `directory`, which then has runs/."""
     argv = (
-        *topology.argv,
+        *Topology(topology).argv,
         f"--config={ROOT}/configs/digits.py",
         f"--model_dir={url}/run",
         f"--data_dir={url}/digits",
@@ -64,18 +54,12 @@ def reports(url: str, split: str) -> list[Any]:
     return [line["step"] for line in lines if line["split"] == split]
 
 
-def finished(process: Process, exit_code: int) -> Run:
-    run = process.wait()
-    assert run.exit_code == exit_code, process.output()
-    return run
-
-
 def test_run_killed_during_an_upload_resumes_under_other_strategies(
     link: SlowLink, url: str, digits: Path, tmp_path: Path
 ) -> None:
     object_store.upload_tree(str(digits), f"{url}/digits")
     link.bytes_per_sec = _SLOW_BYTES_PER_SEC
-    with start(TOPOLOGIES["mirrored-1"], url, tmp_path, "--train_steps=60") as process:
+    with start("mirrored-1", url, tmp_path, "--train_steps=60") as process:
         first = f"{checkpoint(url, 20)}/checkpoint.json"
         process.wait_until(lambda: is_there(link, first), "first checkpoint")
         num_sent = link.num_sent
@@ -85,8 +69,8 @@ def test_run_killed_during_an_upload_resumes_under_other_strategies(
         process.popen.wait()
     link.bytes_per_sec = 1e9
     assert not is_there(link, f"{checkpoint(url, 40)}/checkpoint.json"), "killed too late"
-    with start(TOPOLOGIES["multiworker-2"], url, tmp_path, "--train_steps=60") as process:
-        run = finished(process, 0)
+    with start("multiworker-2", url, tmp_path, "--train_steps=60") as process:
+        run = process.wait()
     assert "resuming from step 20" in run.stdout
     assert reports(url, "train") == [20, 40, 60]
     for step in (20, 40, 60):
@@ -94,8 +78,8 @@ def test_run_killed_during_an_upload_resumes_under_other_strategies(
     assert {"worker-0.log", "worker-1.log"} <= set(files.names_in(f"{url}/run/tasks"))
     assert "train" in files.names_in(f"{url}/run/tensorboard")
     # Workers of ps read complete copies.
-    with start(_ONE_PS, url, tmp_path, "--train_steps=80") as process:
-        run = finished(process, 0)
+    with start("ps-sync-1+1", url, tmp_path, "--train_steps=80") as process:
+        run = process.wait()
     assert "resuming from step 60" in run.stdout
     assert json.loads(files.read_text(f"{url}/run/result.json"))["step"] == 80
     assert reports(url, "train") == [20, 40, 60, 80]
@@ -117,41 +101,37 @@ def test_bucket_that_fails_is_survived_as_a_full_disk_is(
     object_store.upload_tree(str(digits), f"{url}/digits")
     flags = ("--train_steps=100", "--config.export=false")
     link.bytes_per_sec = _SLOW_BYTES_PER_SEC
-    with start(TOPOLOGIES["mirrored-1"], url, tmp_path, *flags) as process:
+    with start("mirrored-1", url, tmp_path, *flags) as process:
         first = f"{checkpoint(url, 20)}/checkpoint.json"
         process.wait_until(lambda: is_there(link, first), "first checkpoint")
         link.is_open = False
-        run = finished(process, 75)
+        run = process.wait(exit_code=75)
     assert "could not be written" in run.stderr
     assert "Step 100 could not be saved" in run.stderr
     assert "step 100/100  train" in run.stdout, "training did not continue"
     assert "Traceback" not in run.stderr
     # What cannot be reached at the start is not a mistake of the user.
-    with start(TOPOLOGIES["mirrored-1"], url, tmp_path, *flags) as process:
-        run = finished(process, 75)
+    with start("mirrored-1", url, tmp_path, *flags) as process:
+        run = process.wait(exit_code=75)
     assert "Traceback" not in run.stderr
     assert "Start again" in run.stderr
     link.is_open, link.bytes_per_sec = True, 1e9
-    with start(TOPOLOGIES["mirrored-1"], url, tmp_path, *flags) as process:
-        run = finished(process, 0)
+    with start("mirrored-1", url, tmp_path, *flags) as process:
+        run = process.wait()
     assert "resuming from step " in run.stdout
     assert reports(url, "train") == [20, 40, 60, 80, 100]
-
-
-def _refused(directory: Path, flags: Sequence[str], env: dict[str, str] | None = None) -> Run:
-    with Process(tuple(flags), directory / "none", env=env) as process:
-        return process.wait()
 
 
 def test_mistakes_are_found_before_anything_starts(
     link: SlowLink, url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "obstore.py").write_text("raise ImportError('not installed')\n")
-    run = _refused(tmp_path, [f"--model_dir={url}"], {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    assert_one_error(run, "needs the package obstore", "pip install")
-    local_cluster = ["--strategy=multiworker", "--isolate=on", f"--data_dir={url}"]
-    assert_one_error(_refused(tmp_path, local_cluster), "--isolate=on", url, "--isolate=auto")
-    run = _refused(tmp_path, ["--model_dir=s3://no-bucket-here/run"])
-    assert_one_error(run, "--model_dir=s3://no-bucket-here/run", "no such bucket")
-    run = _refused(tmp_path, [f"--data_dir={url}/nothing", f"--model_dir={tmp_path}/run"])
-    assert_one_error(run, f"{url}/nothing", "--data_dir=DIR")
+    without, none = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, tmp_path / "none"
+    flags = [f"--model_dir={url}"]
+    assert_refused(flags, none, "needs the package obstore", "pip install", env=without)
+    flags = ["--strategy=multiworker", "--isolate=on", f"--data_dir={url}"]
+    assert_refused(flags, none, "--isolate=on", url, "--isolate=auto")
+    flags = ["--model_dir=s3://no-bucket-here/run"]
+    assert_refused(flags, none, *flags, "no such bucket")
+    flags = [f"--data_dir={url}/nothing", f"--model_dir={tmp_path}/run"]
+    assert_refused(flags, none, f"{url}/nothing", "--data_dir=DIR")

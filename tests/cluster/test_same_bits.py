@@ -5,35 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Run, Topology, read_metrics, start, train
+from tests.cluster.runs import Run, TrainOnce, last_step, start, train
 from trainer.compare import compare
 from trainer.hooks.digest import OPTIMIZER
 from trainer.run_files import DIGESTS, PART_DIGESTS
 
-CONFIG = "--config=tests/cluster/configs/same_bits.py"
 STEPS = 120
-TWO_THREADS = Topology("mirrored-1", "mirrored", ("--replicas=1", "--num_threads=2"))
-FOUR = Topology("mirrored-4", "mirrored", ("--replicas=4", "--num_threads=1"))
-FOUR_WORKERS = Topology(
-    "multiworker-4",
-    "multiworker",
-    ("--workers=4", "--num_threads=1"),
-    tuple(f"worker-{i}" for i in range(4)),
-)
-TWO_SYNC = Topology(
-    "ps-sync-2+2",
-    "ps",
-    ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=2"),
-    ("chief-0", "worker-0", "worker-1", "ps-0", "ps-1"),
-)
+FOUR = "mirrored-4"
+CONFIG = "--config=tests/cluster/configs/same_bits.py"
 
 
-@pytest.fixture(scope="module")
-def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture
+def alone(train_once: TrainOnce) -> Run:
     """The run of one replica and two threads, which the other runs must equal."""
-    return train(
-        TWO_THREADS, tmp_path_factory.mktemp("alone") / "run", CONFIG, f"--data_dir={digits}"
-    )
+    return train_once("mirrored-1", CONFIG, "--num_threads=2")
 
 
 def assert_equal(left: Run, right: Run) -> None:
@@ -51,40 +36,37 @@ def assert_equal(left: Run, right: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "topology",
-    [TWO_SYNC, pytest.param(FOUR_WORKERS, marks=pytest.mark.nightly)],
-    ids=str,
+    ("topology", "num_threads"),
+    [("ps-sync-2+2", 2), pytest.param("multiworker-4", 1, marks=pytest.mark.nightly)],
 )
 def test_weights_and_reports_have_the_bits_of_one_replica(
-    topology: Topology, alone: Run, digits: Path, tmp_path: Path
+    topology: str, num_threads: int, alone: Run, tmp_path: Path
 ) -> None:
-    run = train(topology, tmp_path / "run", CONFIG, f"--data_dir={digits}")
+    run = train(topology, tmp_path / "run", CONFIG, f"--num_threads={num_threads}")
     assert_equal(alone, run)
 
 
 def test_killed_run_continues_on_other_topologies_with_the_same_bits(
-    alone: Run, digits: Path, tmp_path: Path
+    alone: Run, tmp_path: Path
 ) -> None:
-    flags = (CONFIG, f"--data_dir={digits}")
-    killed = (FOUR, 30), (TOPOLOGIES["multiworker-2"], 60), (TOPOLOGIES["mirrored-1"], 90)
+    killed = (FOUR, 30), ("multiworker-2", 60), ("mirrored-1", 90)
     for topology, step in killed:
-        with start(topology, tmp_path / "run", *flags, "--config.steps_per_call=1") as process:
+        with start(topology, tmp_path / "run", CONFIG, "--config.steps_per_call=1") as process:
             process.wait_for_step(step)
             for each in process.family():
                 each.send_signal(signal.SIGKILL)
             process.wait_for_family_to_end()
             assert process.popen.wait() == -signal.SIGKILL
-        assert step <= max(line["step"] for line in read_metrics(tmp_path / "run")) < STEPS
-    run = train(FOUR, tmp_path / "run", *flags)
+        assert step <= last_step(tmp_path / "run") < STEPS
+    run = train(FOUR, tmp_path / "run", CONFIG)
     assert "resuming from step" in run.stdout
     assert_equal(alone, run)
 
 
 def test_flipped_bit_of_a_gradient_is_in_the_next_report_with_the_part_and_the_variables(
-    alone: Run, digits: Path, tmp_path: Path
+    alone: Run, tmp_path: Path
 ) -> None:
-    flags = (CONFIG, f"--data_dir={digits}", "--config.flip_step=20")
-    run = train(FOUR, tmp_path / "run", *flags)
+    run = train(FOUR, tmp_path / "run", CONFIG, "--config.flip_step=20")
     found = compare(str(alone.model_dir), str(run.model_dir))
     assert found.reports is not None
     assert (found.reports.equal_step, found.reports.step) == (10, 20)

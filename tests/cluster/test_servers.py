@@ -4,52 +4,22 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
-from tests.cluster.runs import TOPOLOGIES, Process, assert_one_error, by_hand, read_metrics, train
+from tests.cluster.runs import Process, assert_one_error, by_hand, read_metrics, run, train
 
 LINEAR = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=60")
 CHIEF, PS = Task("chief", 0), Task("ps", 0)
 WORKER_0, WORKER_1 = Task("worker", 0), Task("worker", 1)
 
 
-def test_three_terminals_train_in_the_reverse_order_of_the_readme(
-    digits: Path, tmp_path: Path
-) -> None:
-    order = (WORKER_1, WORKER_0, PS)
-    ps, *workers = (f"localhost:{port}" for port in free_ports(3))
-    # As TensorFlow 1's tutorials give them, with a space after each comma.
-    hosts = (f"--ps_hosts={ps}", f"--worker_hosts={', '.join(workers)}")
-    with ExitStack() as stack:
-        terminals = []
-        for task in order:
-            index = f"--task_index={task.index}"
-            where = ["--strategy=ps", f"--job_name={task.job}", index, *hosts]
-            flags = (*where, *LINEAR, f"--data_dir={digits}")
-            if task == WORKER_0:
-                flags += (f"--model_dir={tmp_path}",)
-            terminals.append(stack.enter_context(Process(flags, tmp_path)))
-            if task != order[-1]:
-                time.sleep(0.5)
-        terminals[order.index(WORKER_0)].wait_alone()
-        runs = dict(zip(order, [terminal.wait_alone(5.0) for terminal in terminals], strict=True))
-        outputs = "\n".join(terminal.output() for terminal in terminals)
-        assert {run.exit_code for run in runs.values()} == {0}, outputs
-        assert not any(terminal.family() for terminal in terminals)
-    result = runs[WORKER_0].result
-    assert result["step"] >= 60
-    assert min(result["worker_steps"].values()) > 0
-
-
-def test_servers_end_by_themselves_when_the_chief_is_killed(digits: Path, tmp_path: Path) -> None:
+def test_servers_end_by_themselves_when_the_chief_is_killed(tmp_path: Path) -> None:
     cluster = local_cluster("ps", 2, 1)
-    flags = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", f"--data_dir={digits}")
+    flags = ("--config=tests/cluster/configs/slow.py", "--num_threads=1")
     with by_hand(cluster, tmp_path, *flags, "--chief_timeout_secs=3") as tasks:
         tasks.start_all()
         tasks["chief 0"].wait_for_step(20)
@@ -68,13 +38,10 @@ def test_servers_end_by_themselves_when_no_chief_comes(tmp_path: Path) -> None:
         tasks.wait(75)
 
 
-def test_server_waits_as_long_as_the_chief_is_there_though_a_worker_is_late(
-    digits: Path, tmp_path: Path
-) -> None:
+def test_server_waits_as_long_as_the_chief_is_there_though_a_worker_is_late(tmp_path: Path) -> None:
     cluster = local_cluster("ps", 2, 1)
-    with by_hand(
-        cluster, tmp_path, *LINEAR, f"--data_dir={digits}", "--chief_timeout_secs=4"
-    ) as tasks:
+    flags = (*LINEAR, "--chief_timeout_secs=4")
+    with by_hand(cluster, tmp_path, *flags) as tasks:
         # Started in the order in which they take longest to be there.
         tasks.start(CHIEF, PS, WORKER_0)
         ps = tasks["ps 0"]
@@ -102,11 +69,10 @@ def test_unknown_host_ends_the_run_with_75_after_a_minute(digits: Path, tmp_path
     jobs = {job: {0: addresses.pop()} for job in ("worker", "ps", "chief")}
     env = {"TF_CONFIG": Cluster(jobs, CHIEF).tf_config()}
     argv = (*LINEAR, f"--data_dir={digits}", "--strategy=ps", f"--model_dir={tmp_path}")
-    with Process(argv, tmp_path, env=env, under=(sys.executable, "-c", IMPATIENT)) as process:
-        run = process.wait()
-    assert run.exit_code == 75, run.stderr
-    assert "the host of worker 0 (unknown.invalid:1) is unknown for 1 s" in run.stderr
-    assert "Correct its name, or start this task again" in run.stderr
+    impatient = (sys.executable, "-c", IMPATIENT)
+    ended = run(argv, tmp_path, exit_code=75, env=env, under=impatient)
+    assert "the host of worker 0 (unknown.invalid:1) is unknown for 1 s" in ended.stderr
+    assert "Correct its name, or start this task again" in ended.stderr
     assert not (tmp_path / "config.json").exists()
 
 
@@ -122,15 +88,15 @@ def test_second_chief_of_the_same_servers_is_told_to_wait(digits: Path, tmp_path
         second = tmp_path / "second"
         flags = ("--strategy=ps", *slow, f"--model_dir={second}")
         with Process(flags, second, env={"TF_CONFIG": other.tf_config()}) as process:
-            run = process.wait_alone()
-        assert run.exit_code == 75
-        assert cluster.jobs["chief"][0] in run.stderr
-        first.wait_for_step(int(read_metrics(first.model_dir)[-1]["step"]) + 20)
+            refused = process.wait_alone()
+        assert refused.exit_code == 75
+        assert cluster.jobs["chief"][0] in refused.stderr
+        first.wait_for_more_steps(20)
         first.send(signal.SIGTERM)
         tasks.wait(75)
 
 
-def test_second_process_of_one_identity_is_refused(digits: Path, tmp_path: Path) -> None:
+def test_second_process_of_one_identity_is_refused(tmp_path: Path) -> None:
     cluster = local_cluster("ps", 1, 1)
     with by_hand(cluster, tmp_path, "--chief_timeout_secs=60", "--num_threads=1") as tasks:
         tasks.start(PS)
@@ -138,17 +104,14 @@ def test_second_process_of_one_identity_is_refused(digits: Path, tmp_path: Path)
         first.wait_until(lambda: "ps 0 serves at" in first.output(), "word that it serves")
         env = {"TF_CONFIG": cluster.for_task(PS).tf_config()}
         with Process(("--strategy=ps", f"--model_dir={tmp_path}"), tmp_path, env=env) as second:
-            assert_one_error(
-                second.wait_alone(), "Another process is ps 0 already", "end the other"
-            )
+            said = ("Another process is ps 0 already", "end the other")
+            assert_one_error(second.wait_alone(), *said)
         assert first.popen.poll() is None
         first.send(signal.SIGTERM)
         tasks.wait(75)
 
 
-def test_evaluator_follows_the_checkpoints_and_evaluates_the_last(
-    digits: Path, tmp_path: Path
-) -> None:
+def test_evaluator_follows_the_checkpoints_and_evaluates_the_last(tmp_path: Path) -> None:
     trained = local_cluster("ps", 1, 1)
     jobs = {**trained.jobs, "evaluator": {0: f"localhost:{free_ports(1)[0]}"}}
     cluster = Cluster(jobs, CHIEF)
@@ -156,13 +119,11 @@ def test_evaluator_follows_the_checkpoints_and_evaluates_the_last(
     hold_dir.mkdir()
     (hold_dir / "pause").touch()
     counting = ("--config=tests/cluster/configs/counting.py", f"--config.hold_dir={hold_dir}")
-    calls = ("--train_steps=200", "--config.steps_per_call=5")
+    calls = ("--train_steps=200", "--config.steps_per_call=5", "--config.checkpoint_every_steps=20")
     flags = (*counting, *calls, "--num_threads=1")
     model_dir = tmp_path / "run"
     followed = model_dir / "evaluator" / "metrics.jsonl"
-    with by_hand(
-        cluster, model_dir, *flags, f"--data_dir={digits}", "--config.checkpoint_every_steps=20"
-    ) as tasks:
+    with by_hand(cluster, model_dir, *flags) as tasks:
         tasks.start_all()
         tasks["chief 0"].wait_until(followed.exists, "a report of the evaluator")
         (hold_dir / "pause").unlink()
@@ -170,8 +131,7 @@ def test_evaluator_follows_the_checkpoints_and_evaluates_the_last(
     assert "eval " not in runs["chief 0"].stdout
     assert runs["chief 0"].metrics("eval") == []
     assert runs["chief 0"].result["eval"] == {}
-    lines = (model_dir / "evaluator" / "metrics.jsonl").read_text().splitlines()
-    reports = [json.loads(line) for line in lines]
+    reports = read_metrics(model_dir / "evaluator")
     assert reports[-1]["step"] == runs["chief 0"].result["step"]
     assert len(reports) > 1, "it only saw the last checkpoint"
     assert all(report["split"] == "eval" and report["examples"] == 360 for report in reports)
@@ -188,7 +148,7 @@ def test_evaluator_says_that_the_last_checkpoint_cannot_be_read(
     digits: Path, tmp_path: Path
 ) -> None:
     flags = (*LINEAR, f"--data_dir={digits}")
-    run = train(TOPOLOGIES["ps-2+1"], tmp_path, *flags, "--config.checkpoint_every_steps=20")
+    trained = train("ps-2+1", tmp_path, *flags, "--config.checkpoint_every_steps=20")
     newest = max(path for path in (tmp_path / "checkpoints").glob("step-*"))
     for data in newest.glob("variables.data*"):
         data.write_bytes(bytes(byte ^ 255 for byte in data.read_bytes()))
@@ -197,4 +157,4 @@ def test_evaluator_says_that_the_last_checkpoint_cannot_be_read(
     argv = ("--strategy=ps", *flags, f"--model_dir={tmp_path}")
     with Process(argv, tmp_path, env=env) as process:
         evaluator = process.wait_alone()
-    assert_one_error(evaluator, str(run.result["step"]), "could be read", "complete")
+    assert_one_error(evaluator, str(trained.result["step"]), "could be read", "complete")

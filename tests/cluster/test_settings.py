@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from strategies.cluster.tf_config import Task, local_cluster
-from tests.cluster.runs import TOPOLOGIES, Process, Run, assert_one_error, by_hand, start
+from tests.cluster.runs import assert_one_error, assert_refused, by_hand, train
 from tests.commands import run_python
 
 CONFIG = "--config=tests/cluster/configs/linear.py"
@@ -21,21 +20,14 @@ def keras_home(directory: Path, **settings: object) -> str:
     return str(directory)
 
 
-def run(topology: str, model_dir: Path, env: Mapping[str, str], *flags: str) -> Run:
-    with start(TOPOLOGIES[topology], model_dir, CONFIG, "--plain", *flags, env=env) as process:
-        return process.wait()
-
-
 def test_settings_of_keras_are_said_recorded_and_needed_by_what_continues_the_run(
     digits: Path, tmp_path: Path
 ) -> None:
     home = keras_home(tmp_path / "home", epsilon=0.001)
     model_dir = tmp_path / "run"
-    flags = (f"--data_dir={digits}", "--train_steps=20")
-
-    first = run("multiworker-2", model_dir, {"KERAS_HOME": home}, *flags)
-
-    assert first.exit_code == 0, first.stderr
+    flags = (CONFIG, "--plain", f"--data_dir={digits}")
+    env = {"KERAS_HOME": home}
+    first = train("multiworker-2", model_dir, *flags, "--train_steps=20", env=env)
     said = f"keras.config.epsilon is 0.001, which is not Keras' default: see {home}/keras.json"
     assert first.stderr.count("not Keras' default") == first.stderr.count(said) == 1
     settings = first.config["process_settings"]
@@ -45,8 +37,8 @@ def test_settings_of_keras_are_said_recorded_and_needed_by_what_continues_the_ru
 
     needed = "keras.config.epsilon"
     default = {"KERAS_HOME": keras_home(tmp_path / "default")}
-    resumed = run("mirrored-1", model_dir, default, f"--data_dir={digits}", "--train_steps=30")
-    assert_one_error(resumed, f"{needed}: 0.001 there, 1e-07 here")
+    longer = ("--train_steps=30", f"--model_dir={model_dir}")
+    assert_refused((*flags, *longer), model_dir, f"{needed}: 0.001 there, 1e-07 here", env=default)
     for tool in ("trainer.evaluate", "trainer.predict"):
         ended = run_python("-m", tool, str(model_dir), env={**os.environ, **default})
         assert (ended.returncode, needed in ended.stderr) == (2, True), ended.stderr
@@ -60,12 +52,12 @@ def test_settings_of_keras_are_said_recorded_and_needed_by_what_continues_the_ru
     ],
 )
 def test_task_with_other_settings_is_refused_before_it_builds_the_model(
-    name: str, value: str, said: str, digits: Path, tmp_path: Path
+    name: str, value: str, said: str, tmp_path: Path
 ) -> None:
     home = keras_home(tmp_path / "home", floatx="float64")
     cluster = local_cluster("multiworker", 2, 0)
     under = {Task("worker", 1): ("env", f"{name}={value.format(home=home)}")}
-    flags = (CONFIG, f"--data_dir={digits}", "--num_threads=1")
+    flags = (CONFIG, "--num_threads=1")
     with by_hand(cluster, tmp_path / "run", *flags, under=under) as tasks:
         tasks.start(*cluster.tasks())
         runs = tasks.wait(2)
@@ -81,13 +73,9 @@ def test_settings_with_which_nothing_trains_are_explained(
     home = keras_home(tmp_path / "home", **{name: value})
     model_dir = tmp_path / "run"
     flags = (CONFIG, f"--data_dir={digits}", f"--model_dir={model_dir}")
-    with Process(flags, model_dir, env={"KERAS_HOME": home}) as process:
-        ended = process.wait()
-    assert_one_error(ended, "keras.json", name)
+    assert_refused(flags, model_dir, "keras.json", name, env={"KERAS_HOME": home})
     assert not (model_dir / "config.json").exists()
 
 
-def test_run_with_deterministic_ops_trains(digits: Path, tmp_path: Path) -> None:
-    flags = (f"--data_dir={digits}", "--train_steps=5")
-    ended = run("mirrored-1", tmp_path / "run", {"TF_DETERMINISTIC_OPS": "1"}, *flags)
-    assert ended.exit_code == 0, ended.stderr
+def test_run_with_deterministic_ops_trains(tmp_path: Path) -> None:
+    train("mirrored-1", tmp_path, CONFIG, "--train_steps=5", env={"TF_DETERMINISTIC_OPS": "1"})

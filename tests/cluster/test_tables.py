@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.cluster.runs import TOPOLOGIES, Run, Topology, train, train_here
+from tests.cluster.runs import Run, train, train_here
 from trainer.embeddings.saved import table_directories
 
 # Eight processes trace the graphs of three tables.
@@ -18,20 +18,13 @@ TABLES = "tests/cluster/configs/tables.py"
 CONFIG = f"--config={TABLES}"
 # Each fifth checkpoint has complete tables, the others have changed rows.
 CHANGES_ONLY = ("--config.checkpoint_every_steps=7", "--config.complete_checkpoint_every=5")
-FOUR_AND_THREE = Topology(
-    "ps-sync-4+3", "ps", ("--workers=4", "--ps=3", "--sync_replicas", "--num_threads=1")
-)
-ONE_AND_TWO = Topology(
-    "ps-sync-1+2", "ps", ("--workers=1", "--ps=2", "--sync_replicas", "--num_threads=1")
-)
-TWO_AND_TWO = Topology("ps-2+2", "ps", ("--workers=2", "--ps=2", "--num_threads=1"))
 
 
 @pytest.fixture(scope="module")
-def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     model_dir = tmp_path_factory.mktemp("alone") / "run"
     often = {"checkpoint_every_steps": 7, "complete_checkpoint_every": 5}
-    return train_here(TABLES, model_dir, data_dir=digits, export=False, **often)
+    return train_here(TABLES, model_dir, export=False, **often)
 
 
 def assert_equal(run: Run, expected: Run, checkpoint: str = "") -> None:
@@ -48,24 +41,23 @@ def assert_equal(run: Run, expected: Run, checkpoint: str = "") -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pytest.param(FOUR_AND_THREE, TOPOLOGIES["mirrored-2"], marks=pytest.mark.nightly),
-        (TOPOLOGIES["multiworker-2"], ONE_AND_TWO),
+        pytest.param("ps-sync-4+3", "mirrored-2", marks=pytest.mark.nightly),
+        ("multiworker-2", "ps-sync-1+2"),
     ],
-    ids=str,
 )
 def test_tables_are_those_of_one_process_before_and_after_another_topology(
-    first: Topology, second: Topology, alone: Run, digits: Path, tmp_path: Path
+    first: str, second: str, alone: Run, tmp_path: Path
 ) -> None:
     ids = [value for name, value in alone.variables().items() if name.endswith("/ids")]
     assert len(ids) == 2
     assert 0 < min(map(len, ids)) < max(map(len, ids)), "nothing was evicted"
-    for topology, steps, num_needed in ((first, 22, 4), (second, 50, 4)):
-        here = (f"--data_dir={digits}", f"--train_steps={steps}", "--config.export=False")
+    for topology, steps in ((first, 22), (second, 50)):
+        here = (f"--train_steps={steps}", "--config.export=False")
         flags = (CONFIG, *CHANGES_ONLY, *here)
         run = train(topology, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
         newest = run.model_dir / "checkpoints" / f"step-{steps:08d}"
         # Checkpoints of steps 7, 14, 21 and 22; and then of 28, 35, 42, 49 and 50.
-        assert len(table_directories(str(newest))) == num_needed
+        assert len(table_directories(str(newest))) == 4
     assert_equal(run, alone)
     ours, theirs = run.metrics("train")[-1], alone.metrics("train")[-1]
     for name in ("table_rows", "table_unique_share", "table_bytes_per_step"):
@@ -74,19 +66,19 @@ def test_tables_are_those_of_one_process_before_and_after_another_topology(
     assert theirs["table_evicted"]["few"] > 0 == theirs["table_evicted"]["all"]
     assert 0.1 < theirs["table_unique_share"]["all"] < 1
     assert set(theirs["table_bytes_per_step"].values()) == {0}
-    if second is ONE_AND_TWO:
+    if second == "ps-sync-1+2":
         unique = ours["table_unique_share"]["all"] * 40 * 8
         assert ours["table_bytes_per_step"]["all"] == round(unique * 2 * (8 + 4 * 8))
 
 
 def test_workers_share_rows_on_their_cpus_while_other_devices_compute(
-    alone: Run, digits: Path, tmp_path: Path
+    alone: Run, tmp_path: Path
 ) -> None:
     """Two more logical CPUs of each worker stand in for GPUs: four replicas."""
     config = "--config=tests/cluster/configs/tables_beside_gpus.py"
-    flags = (config, *CHANGES_ONLY, f"--data_dir={digits}", "--config.export=False")
+    flags = (config, *CHANGES_ONLY, "--config.export=False")
     run = train(
-        TOPOLOGIES["multiworker-2"],
+        "multiworker-2",
         tmp_path / "run",
         *flags,
         "--train_steps=14",
@@ -108,11 +100,9 @@ def test_workers_share_rows_on_their_cpus_while_other_devices_compute(
     assert len([op for op, _ in found if op == "ResourceSparseApplyAdagradV2"]) == 2
 
 
-def test_asynchronous_workers_may_bring_the_same_new_ids(
-    alone: Run, digits: Path, tmp_path: Path
-) -> None:
-    flags = (CONFIG, *CHANGES_ONLY, f"--data_dir={digits}")
-    run = train(TWO_AND_TWO, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
+def test_asynchronous_workers_may_bring_the_same_new_ids(alone: Run, tmp_path: Path) -> None:
+    flags = (CONFIG, *CHANGES_ONLY)
+    run = train("ps-2+2", tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
     ours, expected = run.variables(), alone.variables()
     assert ours.keys() == expected.keys()
     for name, ids in ours.items():

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from strategies.cluster.tf_config import local_cluster
-from tests.cluster.runs import ROOT, Process, Run, by_hand, read_metrics
+from tests.cluster.runs import ROOT, Process, Run, by_hand, last_step
+from tests.cluster.runs import run as run_trainer
 from tests.terminal import ENTER, LEAVE, SHOW_CURSOR, Terminal
 
 SLOW = ROOT / "tests" / "cluster" / "configs" / "slow.py"
@@ -152,7 +153,7 @@ def test_run_whose_terminal_is_closed_is_saved(
             stack.enter_context(Terminal(["-m", "trainer", *argv, *view], tmp_path, env=env))
             for env in envs
         )
-        chief.wait(lambda: any(line["step"] >= 20 for line in read_metrics(model_dir)))
+        chief.wait(lambda: last_step(model_dir) >= 20)
         assert chief.hang_up() == 75
         assert [other.end() for other in others] == [75] * len(others)
     result = Run(75, "", "", model_dir).result
@@ -164,8 +165,7 @@ def test_run_whose_terminal_is_closed_is_saved(
             tasks.start_all()
             (run, _) = tasks.wait().values()
     else:
-        with Process(tuple(argv), model_dir) as process:
-            run = process.wait()
+        run = run_trainer(argv, model_dir)
     assert f"resuming from step {step}" in run.stdout
     assert run.result["examples"] == (step + 20) * 64
 
@@ -176,4 +176,4 @@ def test_closed_terminal_does_not_stop_a_run_under_nohup(digits: Path, tmp_path:
         process.wait_for_step(20)
         process.send(signal.SIGHUP)
         run = process.wait()
-    assert (run.exit_code, run.result["step"]) == (0, 60)
+    assert run.result["step"] == 60

@@ -1,6 +1,5 @@
 """Tasks that are started one by one with TF_CONFIG, in any order, with any delay."""
 
-import contextlib
 import signal
 import time
 from pathlib import Path
@@ -8,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from strategies.cluster.tf_config import Task, local_cluster
-from tests.cluster.runs import Process, assert_one_error, by_hand
+from tests.cluster.runs import Process, assert_one_error, by_hand, run_together
 
 FLAGS = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=60")
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_worker_waits_for_the_other_says_so_and_can_be_stopped_and_started_again(
-    first: int, digits: Path, tmp_path: Path
+    first: int, tmp_path: Path
 ) -> None:
     cluster = local_cluster("multiworker", 2, 0)
     early, late = Task("worker", first), Task("worker", 1 - first)
-    with by_hand(cluster, tmp_path, *FLAGS, f"--data_dir={digits}") as tasks:
+    with by_hand(cluster, tmp_path, *FLAGS) as tasks:
         tasks.start(early)
         stopped = tasks[str(early)]
         stopped.wait_until(lambda: f"waiting for {late}" in stopped.output(), "message")
@@ -34,11 +33,11 @@ def test_worker_waits_for_the_other_says_so_and_can_be_stopped_and_started_again
     assert "eval" not in runs["worker 1"].stdout
 
 
-def test_servers_wait_for_the_chief(digits: Path, tmp_path: Path) -> None:
+def test_servers_wait_for_the_chief(tmp_path: Path) -> None:
     # test_servers.py tests that a chief waits for servers.
     cluster = local_cluster("ps", 2, 1)
     servers = (Task("ps", 0), Task("worker", 0), Task("worker", 1))
-    with by_hand(cluster, tmp_path, *FLAGS, f"--data_dir={digits}") as tasks:
+    with by_hand(cluster, tmp_path, *FLAGS) as tasks:
         tasks.start(*servers)
         tasks["ps 0"].wait_until(
             lambda: all("serves at" in each.output() for each in tasks.processes), "servers"
@@ -52,9 +51,9 @@ def test_servers_wait_for_the_chief(digits: Path, tmp_path: Path) -> None:
         assert all("is finished" in run.stdout for run in tasks.wait().values())
 
 
-def test_workers_with_different_configs_are_refused(digits: Path, tmp_path: Path) -> None:
+def test_workers_with_different_configs_are_refused(tmp_path: Path) -> None:
     cluster = local_cluster("multiworker", 2, 0)
-    with by_hand(cluster, tmp_path, *FLAGS, f"--data_dir={digits}") as tasks:
+    with by_hand(cluster, tmp_path, *FLAGS) as tasks:
         tasks.start(Task("worker", 0))
         tasks.start(Task("worker", 1), flags=("--learning_rate=0.5",))
         runs = tasks.wait(2)
@@ -65,15 +64,14 @@ def test_workers_with_different_configs_are_refused(digits: Path, tmp_path: Path
 
 def test_workers_that_see_different_directories_are_refused(digits: Path, tmp_path: Path) -> None:
     cluster = local_cluster("multiworker", 2, 0)
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for task in cluster.tasks():
-            model_dir = tmp_path / str(task.index)
-            flags = (*FLAGS, f"--data_dir={digits}", f"--model_dir={model_dir}")
-            env = {"TF_CONFIG": cluster.for_task(task).tf_config()}
-            process = Process(("--strategy=multiworker", *flags), model_dir, env=env)
-            processes.append(stack.enter_context(process))
-        runs = [process.wait_alone() for process in processes]
+    processes = []
+    for task in cluster.tasks():
+        model_dir = tmp_path / str(task.index)
+        flags = (*FLAGS, f"--data_dir={digits}", f"--model_dir={model_dir}")
+        env = {"TF_CONFIG": cluster.for_task(task).tf_config()}
+        argv = ("--strategy=multiworker", *flags)
+        processes.append(Process(argv, model_dir, env=env))
+    runs = run_together(processes, exit_code=2)
     for run in runs:
         assert_one_error(run, "is not one directory", "in the tasks of replica(s) 1.")
     left = [path.name for path in tmp_path.glob("*/*")]

@@ -6,7 +6,6 @@ import pytest
 
 from strategies.cluster.tf_config import local_cluster
 from tests.cluster.runs import (
-    TOPOLOGIES,
     Run,
     assert_one_error,
     by_hand,
@@ -22,39 +21,31 @@ ONLY_TABLES = "tests/cluster/configs/only_tables.py"
 
 
 def test_synchronous_gradients_of_16_bits_end_near_the_weights_of_one_device(
-    digits: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    flags = (*FLAGS, f"--data_dir={digits}")
-    alone = train_here(LINEAR, tmp_path / "alone", data_dir=digits, **SGD)
+    alone = train_here(LINEAR, tmp_path / "alone", **SGD)
     for name, flag, dtype in (
         ("multiworker-2", "wire_dtype", "bfloat16"),
         ("ps-sync-2+1", "wire_dtype", "float16"),
         ("ps-sync-2+1", "read_dtype", "bfloat16"),
     ):
-        run = train(TOPOLOGIES[name], tmp_path / f"{name}-{flag}", *flags, f"--{flag}={dtype}")
+        run = train(name, tmp_path / f"{name}-{flag}", *FLAGS, f"--{flag}={dtype}")
         assert run.config[flag] == dtype
         # It was rounded, but by less than a hundredth.
         assert 1e-6 < largest_difference(alone.weights(), run.weights()) < 1e-2
         assert run.result["eval"]["loss"] == pytest.approx(alone.result["eval"]["loss"], rel=0.01)
 
 
-def test_asynchronous_gradients_of_16_bits_train(digits: Path, tmp_path: Path) -> None:
-    run = train(
-        TOPOLOGIES["ps-2+1"],
-        tmp_path,
-        f"--config={LINEAR}",
-        f"--data_dir={digits}",
-        "--train_steps=300",
-        "--wire_dtype=bfloat16",
-        "--read_dtype=bfloat16",
-        "--max_staleness=2",
-    )
+def test_asynchronous_gradients_of_16_bits_train(tmp_path: Path) -> None:
+    flags = (f"--config={LINEAR}", "--train_steps=300")
+    sent = ("--wire_dtype=bfloat16", "--read_dtype=bfloat16", "--max_staleness=2")
+    run = train("ps-2+1", tmp_path, *flags, *sent)
     assert run.result["eval"]["accuracy"] > 0.9
 
 
-def test_tasks_with_different_wire_dtypes_are_refused(digits: Path, tmp_path: Path) -> None:
+def test_tasks_with_different_wire_dtypes_are_refused(tmp_path: Path) -> None:
     cluster = local_cluster("multiworker", 2, 0)
-    with by_hand(cluster, tmp_path, *FLAGS, f"--data_dir={digits}") as tasks:
+    with by_hand(cluster, tmp_path, *FLAGS) as tasks:
         one, other = cluster.tasks()
         tasks.start(one)
         tasks.start(other, flags=("--wire_dtype=float16",))
@@ -63,37 +54,32 @@ def test_tasks_with_different_wire_dtypes_are_refused(digits: Path, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     model_dir = tmp_path_factory.mktemp("alone") / "run"
-    return train_here(ONLY_TABLES, model_dir, data_dir=digits, export=False)
+    return train_here(ONLY_TABLES, model_dir, export=False)
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "value_bytes"),
+    ("name", "flag", "value_bytes"),
     [
-        ("multiworker-2", ("--wire_dtype=float16",), 2),
-        pytest.param("ps-sync-2+1", ("--wire_dtype=bfloat16",), 4 + 2, marks=pytest.mark.nightly),
-        ("ps-sync-2+1", ("--read_dtype=bfloat16", "--ps=2"), 2 + 4),
-        pytest.param(
-            "ps-2+1", ("--wire_dtype=bfloat16", "--workers=1"), 4 + 2, marks=pytest.mark.nightly
-        ),
-        pytest.param(
-            "ps-2+1", ("--read_dtype=bfloat16", "--workers=1"), 2 + 4, marks=pytest.mark.nightly
-        ),
+        ("multiworker-2", "--wire_dtype=float16", 2),
+        pytest.param("ps-sync-2+1", "--wire_dtype=bfloat16", 4 + 2, marks=pytest.mark.nightly),
+        ("ps-sync-2+2", "--read_dtype=bfloat16", 2 + 4),
+        pytest.param("ps-1+1", "--wire_dtype=bfloat16", 4 + 2, marks=pytest.mark.nightly),
+        pytest.param("ps-1+1", "--read_dtype=bfloat16", 2 + 4, marks=pytest.mark.nightly),
     ],
 )
 def test_rows_of_a_model_without_dense_variables_are_rounded(
     name: str,
-    flags: tuple[str, ...],
+    flag: str,
     value_bytes: int,
     alone: Run,
-    digits: Path,
     tmp_path: Path,
 ) -> None:
-    here = (f"--config={ONLY_TABLES}", f"--data_dir={digits}", "--config.export=False")
-    exact = train(TOPOLOGIES[name], tmp_path / "exact", *here, *flags[1:])
+    here = (f"--config={ONLY_TABLES}", "--config.export=False")
+    exact = train(name, tmp_path / "exact", *here)
     assert largest_difference(alone.variables(), exact.variables()) < 1e-6
-    run = train(TOPOLOGIES[name], tmp_path / "rounded", *here, *flags)
+    run = train(name, tmp_path / "rounded", *here, flag)
     assert 1e-5 < largest_difference(alone.variables(), run.variables()) < 2e-2
     # A batch of 40 examples has 8 ids each. Under ps an id travels twice.
     report = run.metrics("train")[-1]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.runs import assert_same_bits
-from tests.models.__main__ import MAX_EXPORT_ERROR, MODELS, MODES, compare, export_errors, train
+from tests.models.__main__ import MAX_EXPORT_ERROR, MODELS, compare, export_errors, train
 from tests.models.examples import write_examples
 from trainer.config import load_recipe
 
@@ -24,7 +24,6 @@ def test_model_with_its_own_loss_is_equal_on_servers_and_where_it_was_exported_t
 ) -> None:
     write_examples(tmp_path / "data")
     modes = ["mirrored-1", "ps-sync-2+1"]
-    assert set(modes) <= MODES.keys()
     cells, is_right = compare("vae_compute_loss", modes, tmp_path / "data", tmp_path)
     assert is_right, cells
     assert len(cells) == 3
@@ -38,7 +37,7 @@ def test_two_replicas_and_two_workers_end_in_the_same_bits_and_evaluate_as_their
     data = tmp_path / "data"
     write_examples(data)
     modes = ("mirrored-2", "multiworker-2")
-    runs = [train(model, MODES[mode], data, tmp_path / mode) for mode in modes]
+    runs = [train(model, mode, data, tmp_path / mode) for mode in modes]
     assert [run.exit_code for run in runs] == [0, 0]
     assert_same_bits(*runs)
     assert runs[0].result["eval"] == runs[1].result["eval"]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.hosts import Host, hosts
 from tests.cluster.hosts import etc
-from tests.cluster.runs import ROOT, Process, Run, read_metrics
+from tests.cluster.runs import ROOT, Process, Run, last_step
 from tests.unit.test_deploy import Started
 from trainer.exit_codes import EXIT_RESTART
 
@@ -84,8 +84,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        reports = read_metrics(self._model_dir)
-        return reports[-1]["step"] if reports else 0
+        return last_step(self._model_dir)
 
     def running(self) -> list[Pod]:
         return [p for p in self.pods if p.process and p.process.popen.poll() is None]

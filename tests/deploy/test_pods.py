@@ -7,38 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import reason_why_not
 from tests.chaos.journal import pause_of
-from tests.cluster.runs import Topology, assert_nothing_left, largest_difference, train
+from tests.cluster.hosts import needs_hosts
+from tests.cluster.runs import assert_nothing_left, largest_difference, train
 from tests.deploy.pods import Job, Late, pods
 from tests.unit.test_deploy import KUBERNETES, Started, kind, pods_of_job, tasks_of
 
-pytestmark = pytest.mark.skipif(
-    bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"
-)
+pytestmark = needs_hosts
 
 NUM_EVENTS = 50
-FLAGS = (
-    "--config=tests/cluster/configs/slow.py",
-    "--config.checkpoint_every_steps=20",
-    "--config.train_steps=1200",
-    "--num_threads=1",
-    "--stall_timeout_secs=40",
-)
 COUNTED_STEPS = 5000
-COUNTING = (
-    "--config=tests/chaos/counting.py",
-    f"--train_steps={COUNTED_STEPS}",
-    "--num_threads=1",
-    "--stall_timeout_secs=40",
-)
+USUAL = ("--num_threads=1", "--stall_timeout_secs=40")
+SLOW, COUNTING = "--config=tests/cluster/configs/slow.py", "--config=tests/chaos/counting.py"
+FLAGS = {
+    False: (SLOW, "--config.checkpoint_every_steps=20", "--config.train_steps=1200", *USUAL),
+    True: (COUNTING, f"--train_steps={COUNTED_STEPS}", *USUAL),
+}
 # Pods that stop at once, or are gone; and names that lead nowhere, or to another pod.
 KINDS = ("evicted", "killed", "late", "stale", "swapped")
 # The clusters of the pods, on one host.
-SAME_SIZE = {
-    "multiworker": Topology("multiworker", "multiworker", ("--workers=4",)),
-    "ps-sync": Topology("ps-sync", "ps", ("--workers=3", "--ps=1", "--sync_replicas")),
-}
+SAME_SIZE = {"multiworker": "multiworker-4", "ps-sync": "ps-sync-3+1"}
 
 
 def four_workers() -> list[Started]:
@@ -77,42 +65,29 @@ def disturb_all(job: Job, events: Sequence[str], chance: random.Random, began: f
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_asynchronous_run_counts_every_update_after_fifty_random_events(
-    digits: Path, tmp_path: Path
-) -> None:
-    """While a worker is away the others train, so the run pauses until all events have happened."""
-    events = list(KINDS) * (NUM_EVENTS // len(KINDS))
-    began, chance = time.monotonic(), random.Random(38)
-    chance.shuffle(events)
-    pause = pause_of(tmp_path / "run")
-    pause.write_text("1.0")  # After every 5 steps.
-    flags = (*COUNTING, f"--data_dir={digits}")
-    with pods(tasks_of("kubernetes/jobset-ps.yaml"), tmp_path, flags, chance) as job:
-        disturb_all(job, events, chance, began)
-        assert job.step < COUNTED_STEPS, "the run was over too early"
-        pause.unlink()
-        runs = job.finish()
-    assert_nothing_left(tmp_path / "run")
-    result = runs[0].result
-    (weight,) = runs[0].weights().values()
-    assert weight == result["step"] >= COUNTED_STEPS, "each update adds 1"
-    assert result["batches"]["handed_out"] == result["batches"]["finished"]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("mode", SAME_SIZE)
+@pytest.mark.parametrize("mode", [*SAME_SIZE, "ps-async"])
 def test_run_finishes_after_fifty_random_events(mode: str, digits: Path, tmp_path: Path) -> None:
+    """While a worker of asynchronous ps is away the others train: this run pauses meanwhile."""
     tasks = four_workers() if mode == "multiworker" else tasks_of("kubernetes/jobset-ps.yaml")
     sync = ("--sync_replicas",) if mode == "ps-sync" else ()
     events = list(KINDS) * (NUM_EVENTS // len(KINDS))
     began, chance = time.monotonic(), random.Random(38)
     chance.shuffle(events)
-    flags = (*FLAGS, *sync, f"--data_dir={digits}")
+    pause = pause_of(tmp_path / "run")
+    if mode == "ps-async":
+        pause.write_text("1.0")  # After every 5 steps.
+    flags = (*FLAGS[mode == "ps-async"], *sync, f"--data_dir={digits}")
     with pods(tasks, tmp_path, flags, chance) as job:
         disturb_all(job, events, chance, began)
-        runs = job.finish()
+        assert mode != "ps-async" or job.step < COUNTED_STEPS, "the run was over too early"
+        pause.unlink(missing_ok=True)
+        run, *_ = job.finish()
     assert_nothing_left(tmp_path / "run")
-    assert runs[0].result["step"] == 1200
+    if mode == "ps-async":
+        (weight,) = run.weights().values()
+        assert weight == run.result["step"] >= COUNTED_STEPS, "each update adds 1"
+        assert run.result["batches"]["handed_out"] == run.result["batches"]["finished"]
+        return
+    assert run.result["step"] == 1200
     other = train(SAME_SIZE[mode], tmp_path / "other", *flags, timeout_secs=600.0)
-    assert largest_difference(runs[0].weights(), other.weights()) == 0.0
+    assert largest_difference(run.weights(), other.weights()) == 0.0

@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import (
-    Run,
-    Topology,
-    assert_nothing_left,
-    largest_difference,
-    read_metrics,
-    train,
-)
+from tests.cluster.runs import Run, assert_nothing_left, largest_difference, last_step, train
 from tests.cluster.test_readme import SLURM
 from tests.deploy.slurm import TIMEOUT_SECS, Job, Slurm, reason_why_not, slurm, wait_until
 from trainer.exit_codes import EXIT_RESTART, EXIT_USAGE
@@ -67,8 +60,7 @@ class Training:
 
     @property
     def step(self) -> int:
-        reports = read_metrics(self._model_dir)
-        return reports[-1]["step"] if reports else 0
+        return last_step(self._model_dir)
 
     def progress(self, steps: int = 20) -> int:
         """Returns the step once `steps` more were trained; submits the run again if it has ended.
@@ -105,10 +97,9 @@ class Training:
 
 def undisturbed(mode: str, model_dir: Path, data: Path, *flags: str) -> Run:
     """The same run in a local cluster of the same size."""
-    workers = "--workers=2" if "ps" in mode else "--workers=3"
-    strategy, *more = MODES[mode]
-    topology = Topology(mode, strategy.partition("=")[2], (*more, workers))
-    return train(topology, model_dir, f"--data_dir={data}", *flags, timeout_secs=600.0)
+    topology = "ps-2+1" if "ps" in mode else "multiworker-3"
+    flags = (*MODES[mode], f"--data_dir={data}", *flags)
+    return train(topology, model_dir, *flags, timeout_secs=600.0)
 
 
 def test_mistake_of_one_task_ends_the_job_with_2(

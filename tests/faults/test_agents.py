@@ -1,7 +1,6 @@
 """A launcher on each of three hosts: the same command everywhere, in any order; nothing is lost."""
 
 import contextlib
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,136 +9,84 @@ import pytest
 
 from benchmarks.hosts import Host, hosts
 from strategies.cluster.tf_config import Cluster, Task
+from tests.cluster.elastic import Launchers
 from tests.cluster.hosts import cluster_on, needs_hosts
 from tests.cluster.runs import (
     Process,
-    Run,
     assert_nothing_left,
     by_hand,
+    json_lines,
     largest_difference,
-    read_metrics,
+    last_step,
 )
-from tests.unit.stand_ins import is_gone, lines_of
+from tests.unit.stand_ins import is_gone
 
 pytestmark = needs_hosts
 
-STEPS = 500
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def three_hosts() -> Iterator[tuple[Host, ...]]:
     with hosts(3) as made:
         yield made
 
 
-def flags_for(digits: Path) -> tuple[str, ...]:
-    return (
-        "--config=tests/cluster/configs/normalised.py",
-        f"--data_dir={digits}",
-        "--bucket_mb=0.25",
-        f"--train_steps={STEPS}",
-        "--num_threads=1",
-        "--config.checkpoint_every_steps=0",
-    )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    three_hosts: tuple[Host, ...], digits: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Run:
-    model_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    cluster, commands = cluster_on({Task("worker", i): h for i, h in enumerate(three_hosts)})
-    with by_hand(cluster, model_dir, *flags_for(digits), under=commands) as tasks:
-        tasks.start_all()
-        return tasks.wait()["worker 0"]
-
-
-class Launchers:
-    """The launchers on all hosts, each started with the same command."""
-
-    def __init__(
-        self, stack: contextlib.ExitStack, places: tuple[Host, ...], model_dir: Path, digits: Path
-    ) -> None:
-        self._stack = stack
-        self._places = places
-        self.model_dir = model_dir
-        listed = ",".join(host.address for host in places)
-        self._argv = (
-            "--strategy=multiworker",
-            f"--hosts={listed}",
-            "--max_restarts=3",
-            f"--model_dir={model_dir}",
-            *flags_for(digits),
-        )
-        self.on: dict[int, Process] = {}
-
-    def start(self, index: int) -> None:
-        process = Process(self._argv, self.model_dir, under=self._places[index].command)
-        self.on[index] = self._stack.enter_context(process)
-
-    def log(self, index: int) -> str:
-        path = self.model_dir / f"tasks/worker-{index}.log"
-        return path.read_text() if path.exists() else ""
-
-    def resumes(self) -> list[int]:
-        found = re.findall(r"resuming from step ([\d,]+)", self.log(0))
-        return [int(step.replace(",", "")) for step in found]
-
-    def wait_for_step(self, step: int) -> int:
-        self.on[0].wait_for_step(step)
-        return int(read_metrics(self.model_dir)[-1]["step"])
-
-    def wait_for_resume(self, number: int) -> int:
-        self.on[0].wait_until(lambda: len(self.resumes()) >= number, f"restart {number}")
-        return self.resumes()[number - 1]
+FLAGS = (
+    "--config=tests/cluster/configs/normalised.py",
+    "--bucket_mb=0.25",
+    "--train_steps=500",
+    "--num_threads=1",
+)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_hosts_restart_after_a_worker_and_after_a_launcher_dies_and_lose_no_step(
-    three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path, undisturbed: Run
+    three_hosts: tuple[Host, ...], tmp_path: Path
 ) -> None:
-    model_dir = tmp_path / "run"
+    addresses = [host.address for host in three_hosts]
+    under = tuple(host.command for host in three_hosts)
+    flags, model_dir = (*FLAGS, "--max_restarts=3"), tmp_path / "run"
     with contextlib.ExitStack() as stack:
-        launchers = Launchers(stack, three_hosts, model_dir, digits)
-        for index in (2, 0, 1):
-            launchers.start(index)
+        launchers = Launchers(stack, model_dir, ",".join(addresses), flags, under)
+        launchers.start(2, 0, 1)
+        first = launchers.on[0]
 
-        reported = launchers.wait_for_step(60)
-        launchers.on[0].task("worker 1").kill()
-        first = launchers.wait_for_resume(1)
-        assert first >= reported
+        first.wait_for_step(60)
+        reported = last_step(model_dir)
+        first.task("worker 1").kill()
+        resumed = first.wait_for_resume("worker 0", 1)
+        assert resumed >= reported
 
         # Without its launcher a task ends; the others wait until the host is back.
-        reported = launchers.wait_for_step(first + 60)
-        orphan = launchers.on[0].task("worker 2")
+        first.wait_for_step(resumed + 60)
+        reported = last_step(model_dir)
+        orphan = first.task("worker 2")
         launchers.on[2].send(signal.SIGKILL)
-        launchers.on[0].wait_until(lambda: is_gone(orphan.pid), "the end of worker 2")
+        first.wait_until(lambda: is_gone(orphan.pid), "the end of worker 2")
         launchers.on[2].wait_for_family_to_end()
         launchers.start(2)
-        second = launchers.wait_for_resume(2)
-        assert second >= reported
+        resumed = first.wait_for_resume("worker 0", 2)
+        assert resumed >= reported
 
-        reported = launchers.wait_for_step(second + 60)
-        launchers.on[0].task("worker 0").kill()
-        third = launchers.wait_for_resume(3)
-        assert third >= reported
-
-        runs = [launchers.on[index].wait_alone() for index in range(3)]
-        for index, run in enumerate(runs):
-            assert run.exit_code == 0, launchers.on[index].output()
-            launchers.on[index].wait_for_family_to_end()
-    assert_nothing_left(model_dir)
+        first.wait_for_step(resumed + 60)
+        reported = last_step(model_dir)
+        first.task("worker 0").kill()
+        assert first.wait_for_resume("worker 0", 3) >= reported
+        runs = launchers.wait()
 
     # There are no other checkpoints: without those of the survivors training would begin anew.
-    assert launchers.resumes() == [first, second, third]
+    assert len(first.resumes("worker 0")) == 3
+    cluster, commands = cluster_on({Task("worker", i): h for i, h in enumerate(three_hosts)})
+    with by_hand(cluster, tmp_path / "other", *FLAGS, under=commands) as tasks:
+        tasks.start_all()
+        undisturbed = tasks.wait()["worker 0"]
     assert largest_difference(runs[0].variables(), undisturbed.variables()) == 0
-    failures = lines_of(model_dir / "failures.jsonl")
+    failures = json_lines(model_dir / "failures.jsonl")
     causes = [(f["host"], f["task"]) for f in failures if f["exit_code"] == -9]
-    assert causes == [(three_hosts[1].address, "worker 1"), (three_hosts[0].address, "worker 0")]
-    assert f"worker 1 on {three_hosts[1].address} (process" in runs[0].stderr
+    assert causes == [(addresses[1], "worker 1"), (addresses[0], "worker 0")]
+    assert f"worker 1 on {addresses[1]} (process" in runs[0].stderr
     assert "signal 9 (Killed)" in runs[0].stderr
-    assert f"[{three_hosts[1].address}] " in runs[1].stdout + runs[1].stderr
+    assert f"[{addresses[1]}] " in runs[1].stdout + runs[1].stderr
 
 
 def test_launchers_of_a_ps_cluster_restart_tasks_that_end_with_75(
@@ -167,18 +114,14 @@ def test_launchers_of_a_ps_cluster_restart_tasks_that_end_with_75(
         chief = launchers["chief"]
         chief.wait_for_step(40)
         chief.task("worker 0").terminate()
-        chief.wait_until(lambda: num_resumes(tmp_path) == 1, "restart")
-        chief.wait_for_step(read_metrics(tmp_path)[-1]["step"] + 40)
+        chief.wait_for_resume("chief 0")
+        chief.wait_for_more_steps(40)
         chief.task("ps 0").kill()
         runs = {job: launcher.wait_alone() for job, launcher in launchers.items()}
         for job, run in runs.items():
             assert run.exit_code == 0, f"{job}: {launchers[job].output()}"
     assert_nothing_left(tmp_path)
-    assert num_resumes(tmp_path) == 2
-    assert re.search("start 2", (tmp_path / "tasks/worker-0.log").read_text())
-    causes = {(f["task"], f["exit_code"]) for f in lines_of(tmp_path / "failures.jsonl")}
+    assert len(chief.resumes("chief 0")) == 2
+    assert len(chief.starts("worker 0")) >= 2
+    causes = {(f["task"], f["exit_code"]) for f in json_lines(tmp_path / "failures.jsonl")}
     assert {("ps 0", -9), ("chief 0", 75)} <= causes
-
-
-def num_resumes(model_dir: Path) -> int:
-    return (model_dir / "tasks/chief-0.log").read_text().count("resuming from step")

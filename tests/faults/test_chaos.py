@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import reason_why_not
 from tests.chaos import on_hosts
 from tests.chaos.__main__ import ASYNC, SYNC, flags_for
 from tests.chaos.chaos import (
@@ -18,22 +17,23 @@ from tests.chaos.chaos import (
 )
 from tests.chaos.faults import Fault
 from tests.chaos.on_hosts import HostsRun
-from tests.cluster.runs import TOPOLOGIES, Topology, train
+from tests.cluster.hosts import needs_hosts
+from tests.cluster.runs import Topology, train
 from tests.faults.disks import mounted
 
 pytestmark = pytest.mark.nightly
 
 EVERY_STEPS = 40
 PLANS = {
-    TOPOLOGIES["mirrored-2"]: ["kill worker 0", "kill launcher"],
-    TOPOLOGIES["multiworker-2"]: ["kill worker 1", "term worker 0", "kill worker 0"],
+    Topology("mirrored-2"): ["kill worker 0", "kill launcher"],
+    Topology("multiworker-2"): ["kill worker 1", "term worker 0", "kill worker 0"],
     SYNC: ["kill worker 1", "stop worker 0", "kill ps 0"],
     ASYNC: ["kill worker 1", "term worker 0", "kill chief 0"],
 }
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("topology", PLANS, ids=str)
+@pytest.mark.parametrize("topology", PLANS)
 def test_disturbed_run_finishes_with_nothing_lost_damaged_or_left(
     topology: Topology, digits: Path, tmp_path: Path
 ) -> None:
@@ -54,21 +54,15 @@ def test_disturbed_run_finishes_with_nothing_lost_damaged_or_left(
         check_same(story, train(topology, tmp_path / "undisturbed", *flags))
     for event, outcome in zip(story.events, outcomes(story), strict=True):
         is_alone = topology.strategy == "ps" and event.fault.task.startswith("worker")
-        expected = {
-            ("kill", False): "started again",
-            ("kill", True): "alone",
-            ("stop", False): "wait",
-            ("stop", True): "wait",
-            ("term", False): "all save",
-            ("term", True): "all save",
-        }[event.fault.kind, is_alone]
+        killed = "alone" if is_alone else "started again"
+        expected = {"kill": killed, "stop": "wait", "term": "all save"}[event.fault.kind]
         if event.fault.task == "launcher":
             expected = "end by themselves"
         assert expected in outcome.seen, event
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+@needs_hosts
 def test_disturbed_run_on_hosts_finishes_after_a_full_disk_and_a_host_that_is_lost(
     digits: Path, tmp_path: Path
 ) -> None:

@@ -19,9 +19,9 @@ import pytest
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from tests.cluster.runs import (
-    TOPOLOGIES,
     Process,
     Run,
+    TrainOnce,
     assert_nothing_left,
     assert_same_bits,
     start,
@@ -33,20 +33,24 @@ from tests.faults.disks import mounted
 STEPS = 200
 # More than a terminal, a report or a mark takes, and less than the variables: see slow.py.
 LIMIT_BYTES = 100_000
-ALONE = TOPOLOGIES["mirrored-1"]
+ALONE = "mirrored-1"
+QUICKLY = "--config.pause_secs=0"
 
 
-@pytest.fixture(scope="module")
-def flags(digits: Path) -> tuple[str, ...]:
-    slow = "--config=tests/cluster/configs/slow.py"
-    often = "--config.checkpoint_every_steps=10"
-    return (slow, f"--data_dir={digits}", often, f"--train_steps={STEPS}")
+FLAGS = (
+    "--config=tests/cluster/configs/slow.py",
+    "--config.checkpoint_every_steps=10",
+    f"--train_steps={STEPS}",
+)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    model_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    return train(ALONE, model_dir, *flags, "--config.pause_secs=0")
+@pytest.fixture
+def undisturbed(train_once: TrainOnce) -> Run:
+    return train_once(ALONE, *FLAGS, QUICKLY)
+
+
+def wait_for_checkpoints(process: Process, number: int = 2) -> None:
+    process.wait_until(lambda: len(complete_steps(process.model_dir)) >= number, "checkpoints")
 
 
 def complete_steps(model_dir: Path) -> list[int]:
@@ -87,15 +91,18 @@ def read_only_disk(process: Process) -> Iterator[None]:
         yield
 
 
+def limit_files(pid: int, num_bytes: int) -> None:
+    """No file of a process may be larger. Needs no special right."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
 @contextlib.contextmanager
 def limited_files(process: Process) -> Iterator[None]:
-    """No file of the run may be as large as its variables. Needs no special right."""
-    former = resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (LIMIT_BYTES, former[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, former)
+    """No file of the run may be as large as its variables."""
+    limit_files(process.popen.pid, LIMIT_BYTES)
+    yield
+    limit_files(process.popen.pid, resource.RLIM_INFINITY)
 
 
 Fault = Callable[[Process], contextlib.AbstractContextManager[None]]
@@ -129,12 +136,12 @@ def model_dir(fault: Fault, request: pytest.FixtureRequest) -> Path:
 
 
 def test_run_outlives_a_disk_that_takes_no_checkpoint_for_a_while(
-    fault: Fault, model_dir: Path, flags: tuple[str, ...], undisturbed: Run
+    fault: Fault, model_dir: Path, undisturbed: Run
 ) -> None:
     # More reports than fit into what is left of a block.
     often = ("--config.log_every_steps=1", "--config.pause_secs=0.03")
-    with start(ALONE, model_dir, *flags, *often) as process:
-        process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
+    with start(ALONE, model_dir, *FLAGS, *often) as process:
+        wait_for_checkpoints(process)
         with fault(process):
             process.wait_until(
                 lambda: process.warned("could not be written") > 2, "saves that fail"
@@ -145,7 +152,6 @@ def test_run_outlives_a_disk_that_takes_no_checkpoint_for_a_while(
             lambda: complete_steps(model_dir)[-1] > before[-1], "a save, tried again"
         )
         run = process.wait()
-        assert run.exit_code == 0, process.output()
     reasons = re.findall(r"step-0*(\d+) could not be written: .*", run.stderr)
     assert len(reasons) > 2
     assert FAULTS[fault] in run.stderr
@@ -154,8 +160,7 @@ def test_run_outlives_a_disk_that_takes_no_checkpoint_for_a_while(
     assert all((path / "checkpoint.json").exists() for path in model_dir.glob("checkpoints/*"))
     assert_same_bits(run, undisturbed)
 
-    steps = [report["step"] for report in run.metrics("train")]
-    lost = set(range(1, STEPS + 1)) - set(steps)
+    lost = set(range(1, STEPS + 1)) - set(run.steps("train"))
     if fault is full_disk:
         assert lost, "no report was lost"
         lost_evaluations = len(undisturbed.metrics("eval")) - len(run.metrics("eval"))
@@ -166,53 +171,49 @@ def test_run_outlives_a_disk_that_takes_no_checkpoint_for_a_while(
 
 
 def test_run_whose_last_state_cannot_be_saved_says_so_and_finishes_when_there_is_room(
-    flags: tuple[str, ...], undisturbed: Run, small_disk: Path
+    undisturbed: Run, small_disk: Path
 ) -> None:
     model_dir = small_disk / "run"
-    with start(ALONE, model_dir, *flags) as process:
-        process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
+    with start(ALONE, model_dir, *FLAGS) as process:
+        wait_for_checkpoints(process)
         with full_disk(process):
             before = complete_steps(model_dir)
-            run = process.wait()
-            assert run.exit_code == 75, process.output()
+            run = process.wait(exit_code=75)
             assert f"Step {STEPS} could not be saved" in run.stderr
             assert "Traceback" not in run.stderr
             assert complete_steps(model_dir)[-1] >= before[-1]
             assert complete_steps(model_dir)[-1] < STEPS
             assert not (model_dir / "result.json").exists()
-            with start(ALONE, model_dir, *flags) as process:
-                refused = process.wait()
-                assert refused.exit_code == 75, process.output()
+            refused = train(ALONE, model_dir, *FLAGS, exit_code=75)
             assert "error: --model_dir=" in refused.stderr
             assert "No space left on device. Make room" in refused.stderr
             assert "Traceback" not in refused.stderr
 
-    complete = train(ALONE, model_dir, *flags)
+    complete = train(ALONE, model_dir, *FLAGS)
     assert complete.result["step"] == STEPS
     assert_same_bits(complete, undisturbed)
 
 
 def test_task_that_dies_on_a_full_disk_ends_with_75_and_resumes_when_there_is_room(
-    flags: tuple[str, ...], undisturbed: Run, small_disk: Path
+    undisturbed: Run, small_disk: Path
 ) -> None:
     model_dir = small_disk / "run"
-    supervised = (*flags, "--max_restarts=1")
+    supervised = (*FLAGS, "--max_restarts=1")
     with start(ALONE, model_dir, *supervised) as process:
-        process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
+        wait_for_checkpoints(process)
         task = process.task("worker 0")
         with full_disk(process):
             process.wait_until(
                 lambda: "could not be written" in process.output(), "a save that fails"
             )
             task.kill()
-            run = process.wait()
-    assert run.exit_code == 75, process.output()
+            run = process.wait(exit_code=75)
     assert "worker 0 (process" in run.stderr
     assert "died: signal 9 (Killed). Restarting all tasks now." in run.stderr
     assert "No space left on device. Make room" in run.stdout
     assert "Traceback" not in run.stderr + run.stdout
 
-    complete = train(ALONE, model_dir, *flags, "--config.pause_secs=0")
+    complete = train(ALONE, model_dir, *FLAGS, QUICKLY)
     assert_same_bits(complete, undisturbed)
 
 
@@ -225,24 +226,23 @@ def suspend(task: psutil.Process) -> None:
 
 
 def test_model_dir_deleted_during_a_run_is_written_anew_and_said(
-    flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+    undisturbed: Run, tmp_path: Path
 ) -> None:
     model_dir = tmp_path / "run"
-    with start(ALONE, model_dir, *flags, "--max_restarts=1") as process:
-        process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
+    with start(ALONE, model_dir, *FLAGS, "--max_restarts=1") as process:
+        wait_for_checkpoints(process)
         task = process.task("worker 0")
         suspend(task)  # So that it writes nothing while its directory is deleted.
         shutil.rmtree(model_dir)
         task.resume()
         run = process.wait()
-    assert run.exit_code == 0, process.output()
     output = run.stdout + run.stderr
     assert f"{model_dir}/config.json was deleted before step" in output
     # By the launcher: the complete directory, unless the task has made it anew before.
     assert run.stderr.count("was deleted, with") == 1
     (step,) = run.result["files_deleted_before_steps"]
     assert run.config["strategy"] == "mirrored"
-    assert [line["step"] for line in run.metrics("train") if line["step"] >= step]
+    assert run.steps("train")[-1] >= step
     assert "Traceback" not in output
     assert_same_bits(run, undisturbed)
 
@@ -256,49 +256,43 @@ def test_model_dir_deleted_during_a_run_is_written_anew_and_said(
     ids=["all", "checkpoints"],
 )
 def test_files_deleted_before_a_restart_are_said(
-    deleted: str, message: str, flags: tuple[str, ...], tmp_path: Path
+    deleted: str, message: str, tmp_path: Path
 ) -> None:
     model_dir = tmp_path / "run"
-    quick = (*flags, "--train_steps=100", "--max_restarts=1")
+    quick = (*FLAGS, "--train_steps=100", "--max_restarts=1")
     with start(ALONE, model_dir, *quick) as process:
-        process.wait_until(lambda: bool(complete_steps(model_dir)), "a checkpoint")
+        wait_for_checkpoints(process, 1)
         task = process.task("worker 0")
         suspend(task)
         shutil.rmtree(model_dir / deleted)
         task.kill()
         run = process.wait()
-    assert run.exit_code == 0, process.output()
     # The launcher says the first on standard error; the second is in the output of the task.
     assert message.format(model_dir) in run.stderr + run.stdout
     assert "resuming" not in run.stdout
     assert run.result["step"] == 100
 
 
-def test_all_tasks_end_with_75_where_the_chief_cannot_save_the_last_step(
-    flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    topology = TOPOLOGIES["multiworker-2"]
-    without_restarts = (*flags, "--train_steps=100", "--max_restarts=0")
+def test_all_tasks_end_with_75_where_the_chief_cannot_save_the_last_step(tmp_path: Path) -> None:
+    topology = "multiworker-2"
+    without_restarts = (*FLAGS, "--train_steps=100", "--max_restarts=0")
     with start(topology, tmp_path, *without_restarts) as process:
-        process.wait_until(lambda: bool(complete_steps(tmp_path)), "a checkpoint")
-        chief = process.task("worker 0").pid
-        former = resource.prlimit(chief, resource.RLIMIT_FSIZE)
-        resource.prlimit(chief, resource.RLIMIT_FSIZE, (LIMIT_BYTES, former[1]))
-        run = process.wait()
-        assert run.exit_code == 75, process.output()
+        wait_for_checkpoints(process, 1)
+        limit_files(process.task("worker 0").pid, LIMIT_BYTES)
+        run = process.wait(exit_code=75)
     assert "Step 100 could not be saved" in run.stdout + run.stderr
     assert run.result["exit_code"] == 75
     assert "could not be saved" in run.result["why"]
     assert max(complete_steps(tmp_path)) < 100
 
-    complete = train(topology, tmp_path, *flags, "--train_steps=100")
+    complete = train(topology, tmp_path, *FLAGS, "--train_steps=100")
     assert complete.result["step"] == 100
 
 
 def test_run_killed_in_the_middle_of_a_write_resumes_from_the_checkpoint_before(
-    flags: tuple[str, ...], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    wide = (*flags, "--config.units=6000", "--train_steps=100")
+    wide = (*FLAGS, "--config.units=6000", "--train_steps=100")
 
     def half_written() -> list[Path]:
         """The newest checkpoint, if it has files but no mark. (Older ones may be in removal.)"""
@@ -309,7 +303,7 @@ def test_run_killed_in_the_middle_of_a_write_resumes_from_the_checkpoint_before(
         return []
 
     with start(ALONE, tmp_path, *wide) as process:
-        process.wait_until(lambda: bool(complete_steps(tmp_path)), "a checkpoint")
+        wait_for_checkpoints(process, 1)
         deadline = time.monotonic() + 60
         while True:
             assert time.monotonic() < deadline, "was never seen in the middle of a write"
@@ -327,7 +321,7 @@ def test_run_killed_in_the_middle_of_a_write_resumes_from_the_checkpoint_before(
     run = train(ALONE, tmp_path, *wide)
     assert f"resuming from step {before[-1]}\n" in run.stdout
     assert damaged.name in run.stderr
-    undisturbed = train(ALONE, tmp_path / "undisturbed", *wide, "--config.pause_secs=0")
+    undisturbed = train(ALONE, tmp_path / "undisturbed", *wide, QUICKLY)
     assert_same_bits(run, undisturbed)
     assert_nothing_left(tmp_path)
 
@@ -336,29 +330,28 @@ def test_run_killed_in_the_middle_of_a_write_resumes_from_the_checkpoint_before(
     "name", ["multiworker-2", pytest.param("ps-sync-3+1", marks=pytest.mark.nightly)]
 )
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
-    name: str, flags: tuple[str, ...], tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    topology = TOPOLOGIES[name]
-    quick = (*flags, "--config.pause_secs=0")
-    undisturbed = train(topology, tmp_path / "run", *quick, "--train_steps=60")
+    quick = (*FLAGS, QUICKLY)
+    undisturbed = train(name, tmp_path / "run", *quick, "--train_steps=60")
     shutil.copytree(tmp_path / "run", tmp_path / "damaged")
     (tmp_path / "damaged" / "result.json").unlink()
     newest = tmp_path / "damaged" / "checkpoints" / "step-00000060"
     data = newest / "variables.data-00000-of-00001"
     flip_bit(data, data.stat().st_size // 2)
-    run = train(topology, tmp_path / "damaged", *quick, "--train_steps=60")
+    run = train(name, tmp_path / "damaged", *quick, "--train_steps=60")
     output = run.stdout + run.stderr
     assert f"{newest} is not complete: {data.name} has another checksum" in output
     assert "resuming from step 50\n" in run.stdout
     assert_same_bits(run, undisturbed)
-    assert json.loads((newest / "checkpoint.json").read_text())["step"] == 60
+    assert run.mark(newest.name)["step"] == 60
 
 
 @pytest.mark.nightly
 def test_evaluator_on_a_full_disk_asks_to_be_started_again(digits: Path, tmp_path: Path) -> None:
     flags = ("--config=tests/cluster/configs/linear.py", f"--data_dir={digits}")
     model_dir = tmp_path / "run"
-    train(TOPOLOGIES["ps-2+1"], model_dir, *flags, "--config.checkpoint_every_steps=20")
+    train("ps-2+1", model_dir, *flags, "--config.checkpoint_every_steps=20")
     # As if it were still training.
     (model_dir / "result.json").rename(tmp_path / "result.json")
     evaluations = model_dir / "evaluator"

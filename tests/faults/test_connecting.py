@@ -53,7 +53,9 @@ def test_another_program_at_a_workers_address_is_named(digits: Path, tmp_path: P
         listener(lambda: b"HTTP/1.0 400 Bad request\r\n\r\n") as address,
         worker_0([f"127.0.0.1:{port}", address], tmp_path, digits) as process,
     ):
-        assert_one_error(process.wait(), "worker 1", address, "is not a TensorFlow server")
+        assert_one_error(
+            process.wait(exit_code=2), "worker 1", address, "is not a TensorFlow server"
+        )
 
 
 @pytest.mark.parametrize("is_asked", [False, True], ids=["lost", "SIGTERM"])
@@ -82,7 +84,6 @@ def test_worker_that_is_frozen_while_all_connect_is_named_and_signals_work(
             # By now TensorFlow has replaced the handler of SIGTERM.
             process.wait_until(lambda: process.warned("has not answered") > 0, "the first warning")
             process.send(signal.SIGTERM)
-        run = process.wait(40)
-        assert run.exit_code == 75, process.output()
+        run = process.wait(40, exit_code=75)
         expected = "SIGTERM: this task ends at once" if is_asked else "worker 1 does not answer"
         assert expected in run.stderr

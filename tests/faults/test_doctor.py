@@ -2,53 +2,32 @@
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from benchmarks.hosts import hosts, silent
 from strategies.cluster.ports import free_ports
 from tests.cluster.hosts import needs_hosts
-from tests.cluster.runs import ROOT
+from tests.cluster.runs import ROOT, Process, assert_refused
 
 TIMEOUT_SECS = 200.0
 MULTIWORKER = ("--strategy=multiworker", "--num_threads=1", "--json")
 
 
-def start(
-    stack: contextlib.ExitStack,
-    *argv: str,
-    under: Sequence[str] = (),
-    cwd: Path = ROOT,
-    env: Mapping[str, str] = MappingProxyType({}),
-) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [*under, sys.executable, "-m", "trainer.doctor", *argv],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, **env},
-    )
-    stack.enter_context(process)
-    stack.callback(process.kill)
-    return process
+def start(stack: contextlib.ExitStack, *argv: str, **options: Any) -> Process:
+    """`options` are of Process."""
+    process = Process(argv, Path("none"), module="trainer.doctor", **options)
+    return stack.enter_context(process)
 
 
-def end(
-    process: "subprocess.Popen[str]", *exit_codes: int, limit_secs: float = TIMEOUT_SECS
-) -> str:
-    out, err = process.communicate(timeout=limit_secs)
-    assert process.returncode in exit_codes, out + err
-    assert "Traceback" not in err
-    return out
+def end(process: Process, *exit_codes: int, limit_secs: float = TIMEOUT_SECS) -> str:
+    run = process.wait_alone(limit_secs)
+    assert run.exit_code in exit_codes, process.output()
+    assert "Traceback" not in run.stderr
+    return run.stdout
 
 
 @pytest.mark.nightly
@@ -176,9 +155,4 @@ def test_mistakes_end_with_one_message(tmp_path: Path) -> None:
         ("--stratgy=ps", "Did you mean --strategy?"),
         ("--port=7", "--port=7 is for --strategy=multiworker or ps"),
     ):
-        with contextlib.ExitStack() as stack:
-            process = start(stack, flag)
-            out, err = process.communicate(timeout=TIMEOUT_SECS)
-        assert process.returncode == 2
-        assert (out, err.count("error: ")) == ("", 1), err
-        assert message in err
+        assert assert_refused([flag], tmp_path, message, module="trainer.doctor").stdout == ""

@@ -19,9 +19,8 @@ import pytest
 
 from benchmarks.hosts import Host, dropped, hosts, silent
 from tests.cluster.hosts import named, needs_hosts
-from tests.cluster.runs import CONFIGS, ROOT
+from tests.cluster.runs import CONFIGS, ROOT, Process
 from tests.faults.test_doctor import end, start
-from trainer.guards.run_lock import locked
 
 pytestmark = [pytest.mark.nightly, needs_hosts]
 
@@ -40,7 +39,7 @@ class Doctor:
     under: tuple[str, ...] = ()
     starts: bool = True
 
-    def start(self, stack: contextlib.ExitStack) -> "subprocess.Popen[str]":
+    def start(self, stack: contextlib.ExitStack) -> Process:
         argv = [f"--{name}={value}" for name, value in self.flags.items()]
         under = (*self.host.command, *self.under)
         cluster = f"--hosts={','.join(self.listed)}"
@@ -123,18 +122,6 @@ def slow_receiver(scene: Scene) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def read_only(scene: Scene) -> None:
-    place = scene.directory / "place"
-    place.mkdir()
-    script = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
-    scene.one.under = ("unshare", "--mount", "sh", "-c", script, str(place))
-    scene.one.flags["model_dir"] = f"{place}/run"
-
-
-def used_by_another_run(scene: Scene) -> None:
-    scene.stack.enter_context(locked(scene.one.flags["model_dir"], 0.0, print))
-
-
 def small_disk(scene: Scene) -> None:
     place = scene.directory / "place"
     place.mkdir()
@@ -154,14 +141,6 @@ def former_run(scene: Scene) -> None:
     """A run of batches of 48 examples."""
     shutil.copytree(OLD_RUN, scene.one.flags["model_dir"])
     all_flags("config.batch_size", "16")(scene)
-
-
-def damaged_data(scene: Scene) -> None:
-    data = scene.directory / "data"
-    shutil.copytree(scene.one.flags["data_dir"], data)
-    shard = max(data.glob("*train*"), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-100])
-    scene.one.flags["data_dir"] = str(data)
 
 
 def cut_link(scene: Scene) -> None:
@@ -190,10 +169,8 @@ FAULTS: dict[str, tuple[str, Disturb]] = {
         python("import platform\nplatform.python_version_tuple = lambda: ('3', '10', '1')\n"),
     ),
     "other Keras": ("keras is 3.1.0 there", package("keras", "3.1.0")),
-    "other TensorFlow": ("tensorflow is 2.1.0 there", package("tensorflow", "2.1.0")),
     "other config file": ("config file is another one", other_config_file),
     "other batch size": ("--config.batch_size is another", flag("config.batch_size", "32")),
-    "other rate": ("--config.learning_rate is another", flag("config.learning_rate", "0.5")),
     "other wire": ("--wire_dtype is another", flag("wire_dtype", "bfloat16")),
     "other order": ("(it is worker 2)", other_order),
     "fewer hosts": ("it was started with worker 2 at None", lambda scene: scene.one.listed.pop()),
@@ -208,12 +185,9 @@ FAULTS: dict[str, tuple[str, Disturb]] = {
         "its clock differs by +90",
         python("import time\nreal = time.time\ntime.time = lambda: real() + 90\n"),
     ),
-    "read-only directory": ("this user cannot write to", read_only),
-    "used directory": ("is in use: ", used_by_another_run),
     "small disk": ("the checkpoints of a run need", small_disk),
     "other run": ("batch_size: 48 there", former_run),
     "no data": ("no-such-directory", flag("data_dir", "/no-such-directory")),
-    "damaged data": ("it was cut short", damaged_data),
     "outgoing port": ("for outgoing connections", outgoing_port),
     "death in the sum": (
         "A worker was lost",
@@ -230,7 +204,7 @@ FAULTS: dict[str, tuple[str, Disturb]] = {
     ),
 }
 # What all tasks share, and an error of the sum, are named at worker 0.
-SHARED = ("used directory", "small disk", "other run", "death in the sum")
+SHARED = ("small disk", "other run", "death in the sum")
 
 
 @contextlib.contextmanager

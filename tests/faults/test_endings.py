@@ -11,15 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.cluster.runs import ROOT, processes_where
 from trainer.local.network_namespace import IsolationError, open_namespace
 
-ROOT = Path(__file__).parents[2]
 ENDINGS = int(os.environ.get("TRAINER_ENDINGS", "8"))
 MARK = "TRAINER_TEST_ENDING"
 LAUNCHER = """
@@ -51,21 +50,15 @@ time.sleep(600)
 """
 
 
-def family(mark: str) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                yield process
-        except psutil.Error:
-            continue
+def family(mark: str) -> list[psutil.Process]:
+    return processes_where(lambda process: process.environ().get(MARK) == mark)
 
 
 def can_isolate() -> bool:
-    try:
+    with contextlib.suppress(IsolationError):
         open_namespace().__exit__(None, None, None)
-    except IsolationError:
-        return False
-    return True
+        return True
+    return False
 
 
 @pytest.mark.timeout(60 + 10 * ENDINGS)
@@ -88,7 +81,7 @@ def test_random_endings_leave_no_process(tmp_path: Path) -> None:
         seen: set[int] = set()
         for _ in range(chance.randrange(4)):
             time.sleep(chance.uniform(0, 0.5))
-            members = list(family(mark))
+            members = family(mark)
             seen |= {process.pid for process in members}
             if members:
                 signum = chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
@@ -105,7 +98,7 @@ def test_random_endings_leave_no_process(tmp_path: Path) -> None:
         launcher.wait(20)
         num_processes += len(seen)
         deadline = time.monotonic() + 10
-        while left := list(family(mark)):
+        while left := family(mark):
             assert time.monotonic() < deadline, f"ending {number}, {last.name}: {left} are left"
             time.sleep(0.05)
     assert num_processes > 2 * ENDINGS, "nothing was running"

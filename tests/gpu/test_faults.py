@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, assert_one_error, assert_same_bits, start, train
+from tests.cluster.runs import assert_one_error, assert_same_bits, start, train
 from tests.gpu.test_training import IN_MEMORY, ONE, flags, losses
 
 # 500 GB in one tensor, more than any GPU has.
@@ -30,16 +30,14 @@ def build_model(config):
 """
 
 
-def test_killed_run_resumes_with_equal_bits(
-    gpu: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
+def test_killed_run_resumes_with_equal_bits(gpu: dict[str, str], tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
-    words = (*flags(digits), IN_MEMORY, "--deterministic", "--config.checkpoint_every_steps=20")
+    words = (*flags(), IN_MEMORY, "--deterministic", "--config.checkpoint_every_steps=20")
     # It would go on for long after the checkpoint of step 20.
     with start(ONE, tmp_path / "run", *words, "--train_steps=100000", env=gpu) as process:
         process.wait_until(lambda: any(checkpoints.glob("step-*/checkpoint.json")), "checkpoint")
         process.send(signal.SIGKILL)
-        assert process.wait().exit_code == -signal.SIGKILL
+        process.wait(exit_code=-signal.SIGKILL)
     end = max(int(path.name[5:]) for path in checkpoints.glob("step-*")) + 40
     resumed, whole, again = (
         train(ONE, tmp_path / name, *words, f"--train_steps={end}", env=gpu)
@@ -51,15 +49,12 @@ def test_killed_run_resumes_with_equal_bits(
     assert losses(whole)[-4:] == losses(resumed)[-4:], "two reports, and the evaluation"
 
 
-def test_worker_that_is_killed_costs_no_step(
-    gpu: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
-    words = (*flags(digits, steps=2000), "--communication=ring")
-    with start(TOPOLOGIES["multiworker-2"], tmp_path / "run", *words, env=gpu) as process:
+def test_worker_that_is_killed_costs_no_step(gpu: dict[str, str], tmp_path: Path) -> None:
+    words = (*flags(steps=2000), "--communication=ring")
+    with start("multiworker-2", tmp_path / "run", *words, env=gpu) as process:
         process.wait_for_step(100)
         process.task("worker 1").kill()
         run = process.wait()
-    assert run.exit_code == 0, process.output()
     assert run.result["step"] == 2000
     log = (tmp_path / "run" / "tasks" / "worker-0.log").read_text()
     (last,) = re.findall(r"[Ss]tep ([\d,]+), the last that this task completed", log)
@@ -71,10 +66,9 @@ def test_worker_that_is_killed_costs_no_step(
     ("in_check", "advice"), [(False, "Raise --config.micro_batches"), (True, "Lower --batch_size")]
 )
 def test_too_little_memory_is_explained(
-    in_check: bool, advice: str, gpu: dict[str, str], digits: Path, tmp_path: Path
+    in_check: bool, advice: str, gpu: dict[str, str], tmp_path: Path
 ) -> None:
     config = tmp_path / "large.py"
     config.write_text(LARGE_MODEL.format(in_check=in_check))
-    words = (f"--config={config}", f"--data_dir={digits}")
-    run = train(ONE, tmp_path / "run", *words, exit_code=2, env=gpu)
+    run = train(ONE, tmp_path / "run", f"--config={config}", exit_code=2, env=gpu)
     assert_one_error(run, "There is not enough memory", advice, "mixed_bfloat16")

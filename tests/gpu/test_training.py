@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from data.prepare.preparing import prepare
-from tests.cluster.runs import TOPOLOGIES, Run, largest_difference, start, train
+from tests.cluster.runs import Run, largest_difference, start, train
 from tests.cluster.test_classics import write_cifar10
 
-ONE = TOPOLOGIES["mirrored-1"]
+ONE = "mirrored-1"
 IN_MEMORY = "--config.data.cache_bytes=1000000000"
 # TensorFloat-32 would round the inputs of products to 10 bits.
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
@@ -19,10 +19,9 @@ STEPS = 60
 OF_TABLES = ("ResourceGather", "ResourceSparse", "ResourceScatter", "LookupTable", "Unique")
 
 
-def flags(digits: Path, steps: int = STEPS) -> tuple[str, ...]:
+def flags(steps: int = STEPS) -> tuple[str, ...]:
     return (
         "--config=configs/digits.py",
-        f"--data_dir={digits}",
         "--batch_size=60",
         f"--train_steps={steps}",
         "--config.log_every_steps=20",
@@ -37,10 +36,10 @@ def losses(run: Run) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def on_gpu(gpu: dict[str, str], digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def on_gpu(gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with default flags, on the GPU."""
     model_dir = tmp_path_factory.mktemp("gpu") / "run"
-    return train(ONE, model_dir, *flags(digits), env=gpu | EXACT)
+    return train(ONE, model_dir, *flags(), env=gpu | EXACT)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +55,9 @@ def on_gpu(gpu: dict[str, str], digits: Path, tmp_path_factory: pytest.TempPathF
     ],
 )
 def test_losses_are_those_of_one_process_on_the_gpu(
-    topology: str, flag: str, on_gpu: Run, gpu: dict[str, str], digits: Path, tmp_path: Path
+    topology: str, flag: str, on_gpu: Run, gpu: dict[str, str], tmp_path: Path
 ) -> None:
-    run = train(TOPOLOGIES[topology], tmp_path / "run", *flags(digits), flag, env=gpu | EXACT)
+    run = train(topology, tmp_path / "run", *flags(), flag, env=gpu | EXACT)
     assert losses(run) == pytest.approx(losses(on_gpu), rel=5e-3)
     assert losses(run)[0] > 1.2 * losses(run)[2], "it has learned something"
 
@@ -73,11 +72,11 @@ def test_losses_are_those_of_one_process_on_the_gpu(
     ],
 )
 def test_tables_are_on_the_cpu_and_have_the_rows_of_a_run_without_gpus(
-    topology: str, flag: str, gpu: dict[str, str], digits: Path, tmp_path: Path
+    topology: str, flag: str, gpu: dict[str, str], tmp_path: Path
 ) -> None:
-    words = ("--config=tests/cluster/configs/tables.py", f"--data_dir={digits}", "--batch_size=60")
+    words = ("--config=tests/cluster/configs/tables.py", "--batch_size=60")
     others = ("--train_steps=20", "--config.export=False", "--log_device_placement")
-    run = train(TOPOLOGIES[topology], tmp_path / "run", *words, *others, flag, env=gpu | EXACT)
+    run = train(topology, tmp_path / "run", *words, *others, flag, env=gpu | EXACT)
     alone = train(ONE, tmp_path / "alone", *words, *others, "--num_gpus=0")
     ours, theirs = run.variables(), alone.variables()
     assert ours.keys() == theirs.keys()
@@ -111,19 +110,17 @@ def test_resnet_has_the_losses_of_the_cpu(gpu: dict[str, str], tmp_path: Path) -
 
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_16_bits_reach_nearly_the_same_loss(
-    precision: str, on_gpu: Run, gpu: dict[str, str], digits: Path, tmp_path: Path
+    precision: str, on_gpu: Run, gpu: dict[str, str], tmp_path: Path
 ) -> None:
-    words = (*flags(digits), f"--config.precision={precision}")
+    words = (*flags(), f"--config.precision={precision}")
     run = train(ONE, tmp_path / "run", *words, env=gpu)
     assert losses(run) == pytest.approx(losses(on_gpu), rel=0.2)
     assert losses(run) != losses(on_gpu)
 
 
 @pytest.mark.parametrize("placed", [IN_MEMORY, "--config.data.cache_bytes=0"])
-def test_batches_go_to_the_gpu_as_bytes(
-    placed: str, gpu: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
-    words = (*flags(digits, steps=4), placed, "--log_device_placement")
+def test_batches_go_to_the_gpu_as_bytes(placed: str, gpu: dict[str, str], tmp_path: Path) -> None:
+    words = (*flags(steps=4), placed, "--log_device_placement")
     train(ONE, tmp_path / "run", *words, env=gpu)
     placement = (tmp_path / "run" / "placement.txt").read_text()
     in_loop = re.findall(r"^\S*while\S*: \((\w+)\): \S*device:([CG]PU):0$", placement, re.M)
@@ -131,12 +128,12 @@ def test_batches_go_to_the_gpu_as_bytes(
     assert ("Dequantize", "CPU") not in in_loop, "bytes would come back to the CPU for this op"
 
 
-def test_two_logical_gpus_train_as_one(gpu: dict[str, str], digits: Path, tmp_path: Path) -> None:
+def test_two_logical_gpus_train_as_one(gpu: dict[str, str], tmp_path: Path) -> None:
     one, two = (
         train(
-            TOPOLOGIES[name],
+            name,
             tmp_path / name,
-            *flags(digits),
+            *flags(),
             "--deterministic",
             "--config.jit_compile=False",
             env=gpu,
@@ -149,11 +146,11 @@ def test_two_logical_gpus_train_as_one(gpu: dict[str, str], digits: Path, tmp_pa
 
 
 def test_only_workers_take_memory_of_the_gpu_and_not_all_of_it(
-    gpu: dict[str, str], digits: Path, tmp_path: Path
+    gpu: dict[str, str], tmp_path: Path
 ) -> None:
     before, total = (queried(f"--query-gpu=memory.{name}", gpu)[0] for name in ("used", "total"))
-    words = (*flags(digits), "--train_steps=1000000")
-    with start(TOPOLOGIES["ps-2+1"], tmp_path / "run", *words, env=gpu) as process:
+    words = (*flags(), "--train_steps=1000000")
+    with start("ps-2+1", tmp_path / "run", *words, env=gpu) as process:
         process.wait_for_step(100)
         used = queried("--query-gpu=memory.used", gpu)[0]
         by_pid = dict(pairs(queried("--query-compute-apps=pid,used_memory", {})))

@@ -1,5 +1,6 @@
 """Classifiers of images: `--config=tests/models/images.py:resnet50`."""
 
+import functools
 from typing import Any
 
 import keras
@@ -11,36 +12,14 @@ from tests.models.examples import CLASSES, SIZE, ModelConfig, config, parsed
 SHAPE = (SIZE, SIZE, 3)
 
 
-def mobilenetv2() -> ModelConfig:
-    return config(model="mobilenetv2")
-
-
-def efficientnetv2b0() -> ModelConfig:
-    return config(model="efficientnetv2b0")
-
-
-def resnet50() -> ModelConfig:
-    return config(0.01, model="resnet50")
-
-
-def resnet20() -> ModelConfig:
-    return config(model="resnet20")
-
-
-def mlp() -> ModelConfig:
-    return config(model="mlp")
-
-
-def subclassed() -> ModelConfig:
-    return config(model="subclassed")
-
-
-def pooled() -> ModelConfig:
-    return config(model="pooled")
-
-
-def normed() -> ModelConfig:
-    return config(model="normed")
+mobilenetv2, efficientnetv2b0, resnet20, mlp, subclassed, pooled, normed = (
+    functools.partial(config, model=name)
+    for name in (
+        *("mobilenetv2", "efficientnetv2b0", "resnet20", "mlp"),
+        *("subclassed", "pooled", "normed"),
+    )
+)
+resnet50 = functools.partial(config, 0.01, model="resnet50")
 
 
 def parse(serialized: Any) -> Any:

@@ -1,5 +1,6 @@
 """Classifiers of sequences: `--config=tests/models/sequences.py:bilstm`."""
 
+import functools
 from typing import Any
 
 import keras
@@ -7,13 +8,7 @@ from keras import layers
 
 from tests.models.examples import CLASSES, LENGTH, ModelConfig, config, parsed
 
-
-def transformer() -> ModelConfig:
-    return config(model="transformer")
-
-
-def bilstm() -> ModelConfig:
-    return config(model="bilstm")
+transformer, bilstm = (functools.partial(config, model=n) for n in ("transformer", "bilstm"))
 
 
 def parse(serialized: Any) -> Any:

@@ -7,9 +7,7 @@ from keras import layers, ops
 
 from tests.models.examples import SIZE, ModelConfig, config, parsed
 
-
-def get_config() -> ModelConfig:
-    return config()
+get_config = config
 
 
 def parse(serialized: Any) -> Any:

@@ -22,7 +22,6 @@ from trainer.embeddings import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad, Sha
 from trainer.embeddings.layer import _rounded_on
 from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer, TableUpdate
 from trainer.learner import Learner
-from trainer.learner.variables import saved_variables
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ClipConfig, ConfigError, EmaConfig, Options
 

@@ -4,14 +4,11 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strategies.metrics import Metrics
 from trainer.config import Config
 from trainer.hooks.base import Hook
-
-if TYPE_CHECKING:
-    import keras
 
 
 @dataclasses.dataclass
@@ -37,7 +34,7 @@ def get_config() -> CountingConfig:
     )
 
 
-def build_model(config: CountingConfig) -> "keras.Model":
+def build_model(config: CountingConfig) -> Any:
     """Images [B, 8, 8, 1] -> the weight, [B, 1]."""
     import keras
     from keras import layers, ops
@@ -59,7 +56,7 @@ def build_model(config: CountingConfig) -> "keras.Model":
     return keras.Model(images, Weight()(images))
 
 
-def build_optimizer(config: CountingConfig) -> "keras.Optimizer":
+def build_optimizer(config: CountingConfig) -> Any:
     import keras
     import tensorflow as tf
 

@@ -1,12 +1,9 @@
 """Digits by the ids of their rows: a table of fixed rows, and two tables of dynamic ids."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer.config import Config
 from trainer.embeddings import SGD, Adagrad, ShardedEmbedding
-
-if TYPE_CHECKING:
-    import keras
 
 
 def get_config() -> Config:
@@ -15,7 +12,7 @@ def get_config() -> Config:
     )
 
 
-def build_model(config: Config) -> "keras.Model":
+def build_model(config: Config) -> Any:
     import keras
 
     pixels = keras.Input((8, 8, 1))

@@ -1,18 +1,15 @@
 """Habits of Keras users in one file: tables of words, dicts, a late-built model, callbacks."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.config import Config
-
-if TYPE_CHECKING:
-    import keras
 
 
 def get_config() -> Config:
     return Config(batch_size=18, optimizer="sgd", learning_rate=0.5, train_steps=60)
 
 
-def build_model(config: Config) -> "keras.Model":
+def build_model(config: Config) -> Any:
     """A dict of a word, a number and a list -> logits of three classes."""
     import keras
     from keras import layers
@@ -39,7 +36,7 @@ def build_model(config: Config) -> "keras.Model":
     return Words()
 
 
-def build_callbacks(config: Config) -> "list[keras.callbacks.Callback]":
+def build_callbacks(config: Config) -> Any:
     """Halves the rate after each epoch of 10 steps, and stops after four."""
     import keras
 
