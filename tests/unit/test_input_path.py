@@ -43,14 +43,17 @@ def started(
     return executor, learner
 
 
-@pytest.fixture
-def loop_body(digits: Path, tmp_path: Path) -> tf.Graph:
-    """The graph of a step on augmented batches that a GPU finishes."""
-    path = written(tmp_path, COMPLETE + AUGMENT)
-    executor, _ = started(ComputesElsewhere, path, digits, cached=True)
+def loop_body(executor: MirroredExecutor) -> tf.Graph:
     graph = executor._run_in_graph.get_concrete_function().graph
     (loop,) = (op for op in graph.get_operations() if op.type == "While")
     return graph._get_function(loop.get_attr("body").name).graph
+
+
+@pytest.fixture
+def body(digits: Path, tmp_path: Path) -> tf.Graph:
+    """The graph of a step on augmented batches that a GPU finishes."""
+    path = written(tmp_path, COMPLETE + AUGMENT)
+    return loop_body(started(ComputesElsewhere, path, digits, cached=True)[0])
 
 
 def test_length_of_examples_may_differ_between_batches(digits: Path, tmp_path: Path) -> None:
@@ -99,8 +102,8 @@ def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
             yield op
 
 
-def test_next_batch_is_copied_narrow_and_does_not_wait_for_the_step(loop_body: tf.Graph) -> None:
-    (last,) = (out for out in loop_body.outputs if out.dtype == tf.uint8 and out.shape[0] == 8)
+def test_next_batch_is_copied_narrow_and_does_not_wait_for_the_step(body: tf.Graph) -> None:
+    (last,) = (out for out in body.outputs if out.dtype == tf.uint8 and out.shape[0] == 8)
     # A loop's results wait for all changes of an iteration, but the copy in them does not.
     copy = last.op.inputs[0].op
     assert copy.type == "Identity"
@@ -108,17 +111,17 @@ def test_next_batch_is_copied_narrow_and_does_not_wait_for_the_step(loop_body: t
     read = copy.inputs[0].op
     before = {read, *ancestors(read)}
     assert not any(op.device.endswith(COMPUTE) for op in before)
-    changes = {op.type for op in loop_body.get_operations() if "Apply" in op.type}
+    changes = {op.type for op in body.get_operations() if "Apply" in op.type}
     assert changes, "the step changes variables in this graph"
     assert not changes & {op.type for op in before}
-    (images,) = (t for t in loop_body.inputs if t.dtype == tf.uint8 and t.shape[0] == 8)
+    (images,) = (t for t in body.inputs if t.dtype == tf.uint8 and t.shape[0] == 8)
     widening = list(users(images))
     assert widening
     assert all(op.device.endswith(COMPUTE) for op in widening), "widened where it is used"
 
 
-def test_no_op_of_a_step_has_to_leave_the_gpu(loop_body: tf.Graph) -> None:
-    computing = {op.type for op in loop_body.get_operations() if op.device.endswith(COMPUTE)}
+def test_no_op_of_a_step_has_to_leave_the_gpu(body: tf.Graph) -> None:
+    computing = {op.type for op in body.get_operations() if op.device.endswith(COMPUTE)}
     assert {"MatMul", "ResourceApplyAdam"} <= computing
     devices = {
         name: {kernel.device_type for kernel in kernels.get_registered_kernels_for_op(name).kernel}
