@@ -1,8 +1,9 @@
-"""The devices of a process, and how many replicas they carry. Tasks share GPUs by cluster/gpus.py.
+"""The devices of a process, and how many replicas they carry.
 
     devices = replica_devices(0, use_gpus(None))        # ["GPU:0", "GPU:1"]
 
-It must be called before TensorFlow has initialised a device.
+Both must be called before TensorFlow has initialised a device. `cluster/gpus.py` divides the GPUs
+of a host among its tasks.
 """
 
 import contextlib

@@ -106,10 +106,11 @@ class LocalSteps:
         self,
         strategy: tf.distribute.Strategy,
         marks: StepMarks,
-        *sums: Callable[..., Sequence[Tensor]],
+        summed: _Sum,
+        summed_in_background: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     ) -> "LocalRounds":
         """The averages of one executor; LocalRounds explains the arguments."""
-        return LocalRounds(strategy, self, marks, *sums)
+        return LocalRounds(strategy, self, marks, summed, summed_in_background)
 
     def rounds(self, step: int, num_steps: int) -> list[int]:
         """Returns the numbers of steps up to each average, from `step` on, by `every`.

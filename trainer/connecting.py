@@ -1,9 +1,9 @@
-"""TensorFlow's devices, and what a task does for or with others: nothing, if it is alone.
+"""TensorFlow's devices, and the role of a task: what it does for and with other tasks.
 
-place = Alone(spec)
-place.prepare()
+role = Role(spec)
+role.prepare()
 stack.enter_context(configured_tensorflow(spec))    # before TensorFlow touches a device
-executor = place.connect(place.use_gpus())          # before the first variable
+executor = role.connect(role.use_gpus())            # before the first variable
 """
 
 import contextlib
@@ -24,7 +24,6 @@ from trainer.checkpoints.last_step import write_if_newer
 from trainer.compiled_programs import kept_programs
 from trainer.config import ConfigError
 from trainer.guards.signals import StopSignals
-from trainer.hooks.building import Parts
 from trainer.run_record.recorder import Recorder
 from trainer.task_spec import TaskSpec
 
@@ -33,20 +32,23 @@ from trainer.task_spec import TaskSpec
 _OPS_WITH_NETWORK = 4
 
 
-class Alone:
-    """The place of a task without others; in_cluster.py has that of a task of a cluster.
+class Role:
+    """The role of a task that trains alone; in_cluster.py has the roles in a cluster.
 
-    task.py calls the methods in their order.
+    task.py calls the methods in this order.
     """
 
     def __init__(self, spec: TaskSpec) -> None:
         self._spec = spec
 
     def prepare(self) -> None:
-        """Called first. Raises ConfigError or ClusterError if the task cannot have its place."""
+        """Called before TensorFlow is configured; a cluster's GPUs are divided among its tasks.
+
+        Raises ConfigError or ClusterError if the task cannot have its role.
+        """
 
     def run_other(self, signals: StopSignals, recorder: Recorder) -> int | None:
-        """Runs a task that does not train to its end; returns its exit code. None: it trains."""
+        """Runs a server or an evaluator; returns its exit code. None: this task trains."""
 
     def use_gpus(self) -> int:
         """Makes the GPUs of this task visible; returns their number."""
@@ -62,9 +64,6 @@ class Alone:
 
     def check_agreement(self, executor: Executor) -> None:
         """Raises ClusterError if tasks differ in what must be equal, before the model is built."""
-
-    def take_over(self, parts: Parts) -> None:
-        """Saves a step that a dead chief has left on servers."""
 
     def write_last(self, reached: Reached, checkpointer: Checkpointer) -> None:
         """Saves the last complete step after an error."""

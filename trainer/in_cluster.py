@@ -1,6 +1,6 @@
 """What a task of a cluster does for and with the other tasks: a server, an evaluator, an executor.
 
-place = InCluster(spec)         # in place of Alone(spec)
+role = ClusterRole(spec)        # instead of Role(spec)
 
 Strategies are imported where they begin: tasks start sooner without others.
 """
@@ -23,14 +23,13 @@ from strategies.cluster.rendezvous import Processes, connecting
 from strategies.cluster.tf_config import Cluster, ClusterError
 from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.checkpoints.survivors import save_left_step, write_once
+from trainer.checkpoints.survivors import write_once
 from trainer.config import ConfigError, data_dir
-from trainer.connecting import Alone
+from trainer.connecting import Role
 from trainer.evaluator import follow
 from trainer.exit_codes import EXIT_RESTART
 from trainer.guards.fingerprint import as_number, process_settings, shared_settings, versions
 from trainer.guards.signals import StopSignals
-from trainer.hooks.building import Parts
 from trainer.inputs import open_inputs
 from trainer.run_record.recorder import Recorder
 from trainer.task_spec import TaskSpec
@@ -38,8 +37,8 @@ from trainer.task_spec import TaskSpec
 log = logging.getLogger(__name__)
 
 
-class InCluster(Alone):
-    """The place of a task of a cluster."""
+class ClusterRole(Role):
+    """The role of a task of a cluster."""
 
     def __init__(self, spec: TaskSpec) -> None:
         super().__init__(spec)
@@ -172,7 +171,7 @@ class InCluster(Alone):
         }
 
         def differs(value: object) -> bool:
-            """Returns True if tasks have different values. All must call it together."""
+            """Returns True if the tasks that train have different values. All call it together."""
             return len(set(executor.gathered(as_number(value)))) > 1
 
         if not differs(dict(ours)):
@@ -186,11 +185,6 @@ class InCluster(Alone):
             f"The tasks of this run differ in {listed}. Give all of them the same command, "
             "cluster, config file and code, and install the same versions."
         )
-
-    @override
-    def take_over(self, parts: Parts) -> None:
-        if recovery := parts.executor.recovery:
-            save_left_step(recovery, parts.learner, parts.checkpointer)
 
     @override
     def write_last(self, reached: Reached, checkpointer: Checkpointer) -> None:

@@ -1,6 +1,6 @@
 """The checkpoint that a run resumes from, the same in all tasks: at its start, and after a NaN.
 
-    saved = restore_newest(parts, place.take_over)
+    saved = restore_newest(parts)
     step = train_recovering(parts, hooks)
 
 After a NaN, training goes back to the newest complete checkpoint, and skips all examples that were
@@ -10,7 +10,7 @@ consumed since, as PaLM did at loss spikes (Chowdhery et al., 2022, section 5.1)
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import keras
@@ -22,6 +22,7 @@ from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
+from trainer.checkpoints.last_step import save_left_step
 from trainer.checkpoints.marks import Saved
 from trainer.hooks.base import Hook
 from trainer.hooks.building import Parts
@@ -33,8 +34,8 @@ from trainer.run_files import RunFiles, progress_of
 log = logging.getLogger(__name__)
 
 
-def restore_newest(parts: Parts, take_over: Callable[[Parts], None]) -> Saved | None:
-    """Restores the newest step at the start of a run, also one that `take_over` finds on servers.
+def restore_newest(parts: Parts) -> Saved | None:
+    """Restores the newest step at the start of a run, also one that is only on servers.
 
     Raises ModelDirError, DiskError: as restore_together; or the directory cannot be written, or is
     not the same for all tasks.
@@ -44,7 +45,7 @@ def restore_newest(parts: Parts, take_over: Callable[[Parts], None]) -> Saved | 
     _check_is_shared(model_dir, executor, is_chief=is_chief)
     # Without it this is another run: whoever has deleted the directory wants to begin anew.
     if executor.recovery and exists(files.config):
-        take_over(parts)
+        save_left_step(executor.recovery, parts.learner, parts.checkpointer)
     saved = restore_together(executor, parts.checkpointer, parts.learner)
     if is_chief:
         with disk_errors_explained(model_dir):

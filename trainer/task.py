@@ -24,7 +24,7 @@ from trainer import reporting
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.last_step import save_last_complete_step
 from trainer.checkpoints.marks import Saved
-from trainer.connecting import Alone, configured_tensorflow
+from trainer.connecting import Role, configured_tensorflow
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards import run_lock
 from trainer.guards.signals import StopSignals
@@ -55,20 +55,20 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         if spec.is_checked:  # Otherwise this task may refuse the directory.
             recorder.open()
         # 1. Check what is known without TensorFlow's runtime.
-        place = _place_of(spec)
-        place.prepare()
+        role = _role_of(spec)
+        role.prepare()
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
         at_end.enter_context(configured_tensorflow(spec))
-        if (exit_code := place.run_other(signals, recorder)) is not None:
+        if (exit_code := role.run_other(signals, recorder)) is not None:
             return exit_code
-        num_gpus = place.use_gpus()
+        num_gpus = role.use_gpus()
         # 3. Open the data, before other tasks wait for this one.
-        with place.answering(num_gpus):
+        with role.answering(num_gpus):
             inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
             check_model_dir(spec.model_dir)
         # 4. Connect, before the first variable.
         try:
-            executor = place.connect(num_gpus)
+            executor = role.connect(num_gpus)
         except PeerLostError as error:
             log.error("%s", error)
             return EXIT_RESTART
@@ -77,7 +77,7 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         with _supervised(spec, signals, executor, recorder) as outcome:
             # 5. Build the model, the optimizer and the checkpointer. Before, the settings of Keras
             #    are compared: with other settings on this host, building may fail.
-            place.check_agreement(executor)
+            role.check_agreement(executor)
             parts = build_parts(spec, inputs, executor)
             # 6. Resume. From here on the files of a former run are overwritten.
             if spec.is_chief and not spec.is_checked:  # Otherwise its launcher sees to it.
@@ -88,14 +88,14 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                     log.warning("%s is finished.", spec.model_dir)
                     outcome.exit_code = EXIT_DONE
                     return EXIT_DONE
-            saved = _resume(parts, place)
+            saved = _resume(parts)
             recorder.open(makes_directory=True)
             # 7. Train.
             hooks, console = reporting.hooks_of(parts, recorder, saved)
             with (
                 reporting.failure_recorded(parts, started),
                 reporting.uploading(parts),
-                _complete_steps_saved(parts, place, signals),
+                _complete_steps_saved(parts, role, signals),
             ):
                 step = train_recovering(parts, hooks)
             outcome.exit_code = reporting.record_end(parts, hooks, console, step, started)
@@ -103,12 +103,12 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         return EXIT_RESTART if outcome.exit_code is None else outcome.exit_code
 
 
-def _place_of(spec: TaskSpec) -> Alone:
+def _role_of(spec: TaskSpec) -> Role:
     if spec.cluster is None:
-        return Alone(spec)
-    from trainer.in_cluster import InCluster  # One process needs nothing of it.
+        return Role(spec)
+    from trainer.in_cluster import ClusterRole  # One process needs nothing of it.
 
-    return InCluster(spec)
+    return ClusterRole(spec)
 
 
 @dataclass
@@ -195,10 +195,10 @@ def _what_a_restart_does(spec: TaskSpec) -> str:
     return "The last checkpoint is complete; restart to resume."
 
 
-def _resume(parts: Parts, place: Alone) -> Saved | None:
+def _resume(parts: Parts) -> Saved | None:
     spec, executor, recovery = parts.spec, parts.executor, parts.executor.recovery
     files = RunFiles(spec.model_dir)
-    saved = restore_newest(parts, place.take_over)
+    saved = restore_newest(parts)
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
@@ -222,7 +222,7 @@ def _resume(parts: Parts, place: Alone) -> Saved | None:
 
 
 @contextlib.contextmanager
-def _complete_steps_saved(parts: Parts, place: Alone, signals: StopSignals) -> Iterator[None]:
+def _complete_steps_saved(parts: Parts, role: Role, signals: StopSignals) -> Iterator[None]:
     """Saves the last complete step if an error ends training.
 
     Saves nothing if the loss is not finite, after a second Ctrl-C in a notebook, or if `ps` has
@@ -242,7 +242,7 @@ def _complete_steps_saved(parts: Parts, place: Alone, signals: StopSignals) -> I
         is_on_servers = is_lost and executor.recovery is not None
         if not (ends_at_once or is_on_servers or isinstance(error, NonFiniteLossError)):
             state = parts.learner, parts.checkpointer
-            save_last_complete_step(executor, *state, place.write_last)
+            save_last_complete_step(executor, *state, role.write_last)
         raise
     finally:
         if spec.strategy == "multiworker":

@@ -1,17 +1,28 @@
 """After an error: saves the last complete step, so that a restart loses nothing.
 
 save_last_complete_step(executor, learner, checkpointer, write_if_newer)     # then end
+save_left_step(executor.recovery, learner, checkpointer)                     # the next chief of ps
+
+Under ps the variables are on the servers, which live on when the chief dies. The next chief finds
+the last complete step there (`ServerRecovery.take_over`), and saves it, unless there is a
+checkpoint of that step or of a later one. Then the run resumes from the newest checkpoint, as after
+any end.
 """
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from strategies.base import Executor
 from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
+
+if TYPE_CHECKING:
+    from strategies.ps.recovery import ServerRecovery
 
 log = logging.getLogger(__name__)
 
@@ -61,3 +72,31 @@ def is_saved(reached: Reached, checkpointer: Checkpointer) -> bool:
         return False
     log.warning("Step %s, the last that this task completed, is saved.", f"{reached.step:,}")
     return True
+
+
+def save_left_step(
+    recovery: "ServerRecovery", learner: Learner, checkpointer: Checkpointer
+) -> None:
+    """Writes the state that a dead chief has left on the servers as a checkpoint, if it is newer.
+
+    The variables have any values afterwards, so a checkpoint must be restored.
+
+    Raises:
+        PeerLostError: a server was lost.
+        NonFiniteLossError, DiskError: the state cannot be saved, and there is no checkpoint.
+    """
+    newest = checkpointer.newest()
+    after_step = newest.step if newest else 0
+    reached = recovery.take_over(checkpointer.variables, checkpointer.run_identity, after_step)
+    if reached is None:
+        return
+    try:
+        require_finite(learner, reached.step)
+        checkpointer.save_for_restart(*reached)
+        if not checkpointer.has_saved(reached.step):
+            raise DiskError(f"Step {reached.step:,} of the former chief could not be saved.")
+        log.warning("Saved step %s from the memory of the servers.", f"{reached.step:,}")
+    except (NonFiniteLossError, DiskError) as error:
+        if newest is None:
+            raise
+        log.warning("%s The run resumes from step %s.", first_line(error), f"{newest.step:,}")

@@ -2,7 +2,6 @@
 
     write = functools.partial(write_once, cluster=cluster)
     save_last_complete_step(executor, learner, checkpointer, write)       # then end
-    save_left_step(executor.recovery, learner, checkpointer)              # the next chief of ps
 
 An error of one worker leaves the others in a sum that never ends. So workers do not communicate.
 
@@ -17,30 +16,17 @@ file. A worker that is a step further writes that step. No worker writes a step 
 than the newest complete checkpoint. The next start of the run removes all lock files.
 
 If the chief is left, the others let it write first: it has written all checkpoints so far.
-
-Under ps the variables are on the servers, which live on when the chief dies. The next chief finds
-the last complete step there (`ServerRecovery.take_over`), and saves it, unless there is a
-checkpoint of that step or of a later one. Then the run resumes from the newest checkpoint, as after
-any end.
 """
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from data.system import files
 from strategies.cluster.peers import UnknownHostError, identify
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.checkpoints.file_checks import DiskError
-from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.checkpoints.last_step import is_saved, write_if_newer
-from trainer.exit_codes import first_line
-from trainer.learner import Learner
-
-if TYPE_CHECKING:
-    from strategies.ps.recovery import ServerRecovery
 
 log = logging.getLogger(__name__)
 
@@ -95,31 +81,3 @@ def _is_dead(task: Task | None, cluster: Cluster) -> bool:
         return identify(cluster.address_of(task)) is None
     except UnknownHostError:
         return True
-
-
-def save_left_step(
-    recovery: "ServerRecovery", learner: Learner, checkpointer: Checkpointer
-) -> None:
-    """Writes the state that a dead chief has left on the servers as a checkpoint, if it is newer.
-
-    The variables have any values afterwards, so a checkpoint must be restored.
-
-    Raises:
-        PeerLostError: a server was lost.
-        NonFiniteLossError, DiskError: the state cannot be saved, and there is no checkpoint.
-    """
-    newest = checkpointer.newest()
-    after_step = newest.step if newest else 0
-    reached = recovery.take_over(checkpointer.variables, checkpointer.run_identity, after_step)
-    if reached is None:
-        return
-    try:
-        require_finite(learner, reached.step)
-        checkpointer.save_for_restart(*reached)
-        if not checkpointer.has_saved(reached.step):
-            raise DiskError(f"Step {reached.step:,} of the former chief could not be saved.")
-        log.warning("Saved step %s from the memory of the servers.", f"{reached.step:,}")
-    except (NonFiniteLossError, DiskError) as error:
-        if newest is None:
-            raise
-        log.warning("%s The run resumes from step %s.", first_line(error), f"{newest.step:,}")

@@ -8,7 +8,8 @@ turns flags, TF_CONFIG or a scheduler's variables into a cluster. `continued.py`
 `start.py` has the task that the flags describe, its directory, and the checks before it begins.
 
 A flag that would be ignored, because of the strategy or of the source of the cluster, is an error;
-`checks.py` finds it by the flag's scope. This module imports nothing slow: `--help` is fast.
+`checks.py` and `cluster.py` find it by the flag's scope. This module imports nothing slow: `--help`
+is fast.
 """
 
 import dataclasses

@@ -2,7 +2,8 @@
 
     cluster = described_cluster(is_launched=False) or cluster_here()
 
-`start.read_cluster` reads it where there may be one. TensorFlow is not imported.
+`start.read_cluster` calls the first, unless one process trains. TensorFlow is not imported, and
+gRPC only if a cluster is described.
 """
 
 import logging
@@ -13,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from data.system.files import is_url
-from strategies.cluster.peers import check_private, own_host
 from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted
@@ -31,13 +31,16 @@ log = logging.getLogger(__name__)
 
 
 def described_cluster(*, is_launched: bool) -> Cluster | None:
-    """As `start.read_cluster`, for all strategies."""
+    """Returns the cluster that TF_CONFIG, flags or a scheduler describe; None if there is none.
+
+    Errors, and `is_launched`, are as of `start.read_cluster`.
+    """
     found = None
     if not is_launched:  # Otherwise the launcher has chosen, and sets TF_CONFIG.
         _check_source()
         found = _cluster_of_source()
     is_local = flags.CLUSTER.value == "local" and not is_launched
-    cluster = found.cluster if found else None if is_local else _described_cluster(is_launched)
+    cluster = found.cluster if found else None if is_local else _cluster_of_tf_config(is_launched)
     if cluster is None and (given := _given_of(("hosts", "port"))):
         raise ConfigError(
             f"--{given[0]} is for a cluster of several hosts, but --cluster="
@@ -142,7 +145,7 @@ def _cluster_of_source() -> Found | None:
     return finding.find(source, with_resource_config(os.environ), wanted)
 
 
-def _described_cluster(is_launched: bool) -> Cluster | None:
+def _cluster_of_tf_config(is_launched: bool) -> Cluster | None:
     text, strategy = os.environ.get("TF_CONFIG"), flags.STRATEGY.value
     hosts = {job: flag.value for job, flag in flags.HOSTS.items() if flag.value is not None}
     if text is None or not is_described(os.environ):
@@ -185,6 +188,8 @@ def _cluster_of_flags(hosts: Mapping[str, str], strategy: str) -> Cluster | None
     if "chief" in hosts:
         return parse_hosts(hosts, "chief", 0, strategy)
     servers = parse_hosts(hosts, "worker", 0, strategy)
+    from strategies.cluster.peers import own_host  # Imports gRPC.
+
     # The servers get the address when this process connects, so any port will do.
     return servers.with_chief(f"{own_host(servers.address)}:{free_ports(1)[0]}")
 
@@ -224,6 +229,8 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
     if cluster is not None:
         _check_role_flags(cluster)
         if not flags.ALLOW_PUBLIC_ADDRESS.value:
+            from strategies.cluster.peers import check_private  # Imports gRPC.
+
             check_private(cluster)
 
 

@@ -49,23 +49,32 @@ def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> lis
     files = RunFiles(model_dir)
     if not exists(files.config):
         return list(argv)
-    # Not above: only a run that is continued may be of a cluster that is not known yet.
+    document = files.read_config()
+    words = _config_words(document, given, model_dir)
+    if "strategy" not in given:
+        of_strategy = document.get("flags", [f"--strategy={document['strategy']}"])
+        if document["strategy"] != "mirrored":
+            ignored = _ignored(given, local_flags)
+            of_strategy = [word for word in of_strategy if _name_of(word) not in ignored]
+        words += of_strategy
+    return [argv[0], *words, *argv[1:]]
+
+
+def _name_of(word: str) -> str:
+    return word.lstrip("-").partition("=")[0].removeprefix("no")
+
+
+def _ignored(given: Mapping[str, str], local_flags: Sequence[str]) -> set[str]:
+    """Returns the local flags that a described cluster, or that of a scheduler, would ignore."""
+    # Not above: a run of one process does without it.
     from strategies.cluster.sources.finding import found_by_auto, is_described, size_flags
 
-    document = files.read_config()
     has_cluster = is_described(os.environ) or any(name in given for name in _DESCRIPTIONS)
     source = "hosts" if "hosts" in given else None
     if not has_cluster and given.get("cluster") != "local":
         source = found_by_auto(os.environ)
     kept = size_flags(source) if source else ()
-    words = _config_words(document, given, model_dir)
-    if "strategy" not in given:
-        for word in document.get("flags", [f"--strategy={document['strategy']}"]):
-            name = word.lstrip("-").partition("=")[0].removeprefix("no")
-            is_ignored = (has_cluster or source) and name not in kept
-            if not (is_ignored and name in local_flags):
-                words.append(word)
-    return [argv[0], *words, *argv[1:]]
+    return set(local_flags) - set(kept) if has_cluster or source else set()
 
 
 def _config_words(document: Document, given: Mapping[str, str], model_dir: str) -> list[str]:

@@ -9,7 +9,7 @@ The name of a new directory says what was changed on the command line. Fields th
 are, and how often they are written, are left out: they do not change what is learnt.
 
 TensorFlow, and what imports it, is imported in the functions: a launcher checks in a fork, and its
-own process stays without TensorFlow. So is what only a cluster needs.
+own process stays without TensorFlow. What only a cluster needs is imported there, too.
 """
 
 import os
@@ -193,8 +193,6 @@ def check(
 
     `is_launched`: the tasks of `cluster` would be started on this host.
     """
-    from strategies.cluster.gpus import gpus_of_host
-
     workers, num_ps = num_workers(cluster), cluster.num("ps") if cluster else 0
     if not num_ps:
         check_replicas(recipe.config, flags.REPLICAS.value or workers)
@@ -202,8 +200,13 @@ def check(
     if flags.VERBOSE.value:
         print(f"config {recipe.path}: {to_json(recipe.config)}")
     print(found.describe(num_ps, workers if flags.SYNC_REPLICAS.value else 0))
-    if cluster and (gpus := gpus_of_host(cluster, is_launched=is_launched)):
-        print("GPUs:", "; ".join(f"{task} {','.join(names)}" for task, names in gpus.items()))
+    if cluster:
+        from strategies.cluster.gpus import gpus_of_host  # One process needs nothing of it.
+
+        gpus = gpus_of_host(cluster, is_launched=is_launched)
+        named = [f"{task} {','.join(names)}" for task, names in gpus.items()]
+        if named:
+            print("GPUs:", "; ".join(named))
     return EXIT_DONE
 
 

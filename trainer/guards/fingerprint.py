@@ -1,6 +1,6 @@
 """What must be equal in all tasks of a run: code, versions, settings and config.
 
-versions() | process_settings() | shared_settings(recipe, transfer)
+ours = {**versions(), **process_settings(), **shared_settings(recipe, transfer)}
 """
 
 import ast

@@ -176,10 +176,10 @@ def fork_server(label: str) -> ForkServer:
         "data.system.compat.freed_memory:keep_freed_memory",
         "trainer.tf_setup:import_tensorflow",
     )
-    of_tasks = ("__main__", "cli", "preflight", "task", "in_cluster")
-    of_strategies = ("multiworker", "ps.servers", "ps.asynchronous", "ps.sync.executor")
+    of_tasks = ("__main__", "cli", "flags.cluster", "preflight", "task", "in_cluster")
+    of_ps = ("ps.servers", "ps.asynchronous", "ps.sync.executor")
     preload = [f"trainer.{module}" for module in of_tasks]
-    preload += [f"strategies.{module}" for module in of_strategies]
+    preload += [f"strategies.{module}" for module in ("local_steps", "multiworker", *of_ps)]
     return ForkServer(label, setup=steps, preload=preload)
 
 

@@ -22,6 +22,7 @@ from data.prepare.sources import Options, Source, split_named
 from data.prepare.sources.arrow_columns import (
     LISTS,
     ArrowColumn,
+    as_text,
     family_of,
     plain,
     plain_type,
@@ -93,10 +94,10 @@ class _Splits(Column):
 
     @override
     def add(self, values: pa.Array, path: str, rows: Sequence[int]) -> None:
-        found = [
-            value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-            for value in values.to_pylist()
-        ]
+        if pa.types.is_nested(values.type):  # Lists, for example: no names of splits.
+            found = list(map(str, values.to_pylist()))
+        else:
+            found = [value.decode(errors="replace") for value in as_text(values).to_pylist()]
         splits = list(map(split_named, found))
         if "" in splits:
             raise DataError(
