@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from absl import flags
 
+from data.system.extras import of_satellite
+from data.system.files import exists
 from data.system.scratch import plain_path
 from trainer import run_files
 from trainer.config import ConfigError, flatten_json
@@ -243,11 +245,14 @@ def _dense_differences(left: str, right: str, plain: Sequence[str]) -> Differenc
 
 
 def _table_differences(left: str, right: str) -> Differences:
+    if not any(exists(f"{path}/tables.index") for path in (left, right)):
+        return {}
+    # They load TensorFlow.
     import tensorflow as tf
 
     from trainer.checkpoints.marks import DamagedError
-    from trainer.embeddings.saved import table_values
 
+    table_values = of_satellite("trainer.embeddings.saved", "table_values")
     try:
         ours, theirs = (table_values(path) for path in (left, right))
     except (DamagedError, OSError, ValueError, tf.errors.OpError) as error:

@@ -27,6 +27,7 @@ from data.reader import Parse, Reader, takes_seeds
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.extras import of_satellite
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
+from data.tfrecord.damage import open_good, verify
 from data.tfrecord.shard_names import prepare_again
 from data.tfrecord.split import Split, changed_files, check_record_bytes, open_split
 from strategies.base import Batch
@@ -127,10 +128,10 @@ def open_evaluation(
 
 
 def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split:
-    config, directory, open_it = recipe.config, data_dir(recipe.config), open_split
-    if config.data.on_corrupt == SKIP:
-        open_it = of_satellite("data.tfrecord.damage", "open_good")
-    split = open_it(directory, name)
+    config = recipe.config
+    directory = data_dir(config)
+    open_any = open_good if config.data.on_corrupt == SKIP else open_split
+    split = open_any(directory, name)
     if is_s3(directory):
         with_copies = of_satellite("data.tfrecord.shard_copies", "with_copies")
         split = with_copies(split, config.data_cache_dir, config.data_cache_bytes)
@@ -376,7 +377,6 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         except DataFaultError as error:  # Of an executor: its cause is TensorFlow's error.
             raise error.__cause__ or error from None
     except tf.errors.DataLossError as error:
-        verify = of_satellite("data.tfrecord.damage", "verify")
         damages = [damage for split in splits for damage in verify(split)]
         listed = "\n  ".join(str(damage) for damage in damages[:10]) or first_line(error)
         raise DataError(

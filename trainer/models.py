@@ -1,22 +1,28 @@
 """Models of config files: what can be trained, and building a model from the specs of its inputs.
 
 model = build_model(recipe, specs)      # of the functions of a config file
+model = load_keras_file("model.keras")  # to predict, or for its weights
 if not is_built(model):
     build_from_specs(model, specs, "my_model.py")
 """
 
 import warnings
+import zipfile
 
 import keras
 import tensorflow as tf
 
 from data.system.compat.keras_layers import all_layers
 from data.system.compat.keras_state import names_from_zero
+from data.system.extras import of_satellite
 from strategies.base import Batch
 from trainer.config import Recipe
 from trainer.config_file import check_eager, errors_explained
 from trainer.step.keras_losses import overrides
 from trainer.step.options import ConfigError
+
+# The name by which .keras files have the class ShardedEmbedding.
+_TABLE = b"tf_distribution_trainer>ShardedEmbedding"
 
 
 def build_model(
@@ -84,6 +90,17 @@ _OVERRIDES = {
     "and the metrics as `metrics` in the config file; or derive a class from Learner, and override "
     "its `evaluate`.",
 }
+
+
+def load_keras_file(path: str) -> keras.Model:
+    """Loads a .keras file, without its optimizer. A damaged or foreign file may raise any error."""
+    may_have_table = True
+    if zipfile.is_zipfile(path):  # Not at a URL, for example.
+        with zipfile.ZipFile(path) as archive:
+            may_have_table = _TABLE in archive.read("config.json")
+    if may_have_table:
+        of_satellite("trainer.embeddings", "ShardedEmbedding")  # Keras then knows it by its name.
+    return keras.models.load_model(path, compile=False)
 
 
 def has_own_code(model: keras.Model) -> bool:

@@ -5,8 +5,8 @@
     prepare = of_satellite("data.prepare.preparing", "prepare")
 
 A command that lacks a package ends with exit code 2, and with the command that installs it. A
-satellite starts runs or looks at them; training needs it only if an option or a path asks for it.
-No import statement names one, so it can be deleted: then only its callers fail, with one message.
+satellite, or core code that only some options or paths need, is loaded by name. If a deleted
+satellite is called, the caller fails with one message; all else works.
 """
 
 import importlib
@@ -55,6 +55,6 @@ def of_satellite(module: str, name: str) -> Any:  # Any: a function or a class.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # A package that the module imports is not installed.
         raise UsageError(
-            f"This needs {error.name}, which was deleted from this copy of the program. Put its "
-            "folder back."
+            f"This needs {error.name}, which was deleted from this copy of the program. Put it "
+            "back."
         ) from None

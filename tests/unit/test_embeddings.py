@@ -1,6 +1,7 @@
 """ShardedEmbedding: the same rows with any number of parts and replicas, and as Keras computes."""
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from data.system.compat.keras_state import names_from_zero
 from strategies.position import Position
 from strategies.ps.placement import dry_run, place
 from strategies.tables import tables_with
+from tests.commands import run_python
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on
 from trainer.checkpoints.checkpointer import Checkpointer
@@ -109,6 +111,32 @@ def assert_files_predict_alike(
     for ids in batches:
         for predict in (loaded.serve, again):
             np.testing.assert_allclose(predict(tf.constant(ids)), expected(ids), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_new_process_predicts_with_a_keras_file_that_has_a_table(tmp_path: Path) -> None:
+    model = make_model(initializer=UNIFORM)
+    model.save(tmp_path / "model.keras")
+    np.savez(tmp_path / "ids.npz", ids=IDS[0])
+    files = f"{tmp_path}/model.keras", f"--input={tmp_path}/ids.npz"
+    done = run_python("-m", "trainer.predict", *files, check=True)
+    found = [json.loads(line)["output"] for line in done.stdout.splitlines()]
+    np.testing.assert_allclose(found, model(IDS[0]), atol=1e-6)
+
+
+LOADING = """
+import sys, keras
+from trainer.config_file import errors_explained
+with errors_explained("build_model(config)"):
+    keras.models.load_model(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_config_that_loads_a_table_unknown_to_keras_is_told_what_to_import(tmp_path: Path) -> None:
+    make_model().save(tmp_path / "model.keras")
+    done = run_python("-c", LOADING, str(tmp_path / "model.keras"))
+    assert "Write `import trainer.embeddings` in the file." in done.stderr
 
 
 def train_reference(

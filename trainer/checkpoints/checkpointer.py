@@ -94,8 +94,11 @@ class Checkpointer:
         # Other processes may remove the checkpoints that a new one would need.
         every = 1 if is_evaluator or is_shared else complete_every
         self._tables = tables = learner.tables
-        staged = self._store, self._device, lambda: self.on_progress(), every
-        self._staged = tables.staged(*staged) if tables else None
+        self._staged = (  # None without tables.
+            tables.staged(self._store, self._device, lambda: self.on_progress(), every)
+            if tables
+            else None
+        )
         settings = {**identity, **keras_settings(), "optimizer": type(learner.optimizer).__name__}
         kinds = {
             "variables": saved_variables(learner.model),
@@ -214,7 +217,7 @@ class Checkpointer:
                 for other in set(former) - {name}:
                     self._store.remove(other)
 
-        if self._tables:  # Training waits while they are written.
+        if self._staged:  # Training waits while they are written.
             with contextlib.suppress(*STORAGE_ERRORS):
                 if not is_best():
                     return
@@ -315,7 +318,7 @@ class Checkpointer:
         self._snapshot_step = None
         mark = complete_mark(path)
         self._check_identity(name, mark, ignored)
-        if self._tables and not mark.has_table_files:
+        if self._staged and not mark.has_table_files:
             raise ModelDirError(
                 f"{path} was written by an earlier version of this program, which kept tables in "
                 "another way. Give another --model_dir."

@@ -1,5 +1,7 @@
 """Raises NonFiniteLossError if a variable is not finite, before the state is saved."""
 
+import tensorflow as tf
+
 from data.system.errors import RunFailed
 from trainer.learner import Learner
 from trainer.step.loss_scale import all_finite
@@ -15,10 +17,16 @@ def require_finite(learner: Learner, step: int) -> None:
     Called before each save, except of the initial state. A finite loss proves nothing: the loss
     of a step is computed before the variables change.
     """
-    for place, variable in enumerate(learner.variables, -learner.num_dense):
-        part = learner.table_parts[place] if place >= 0 else None
-        if not (part.is_finite() if part else all_finite([variable.read_value()])):
-            raise NonFiniteLossError(
-                f"At step {step} {variable.name} is no longer finite: a gradient overflowed. Lower "
-                "--learning_rate. The last checkpoint is from before."
-            )
+    for variable in learner.variables[: learner.num_dense]:
+        if not all_finite([variable.read_value()]):
+            raise _error(variable, step)
+    for part in learner.table_parts:
+        if not part.is_finite():
+            raise _error(part.rows, step)
+
+
+def _error(variable: tf.Variable, step: int) -> NonFiniteLossError:
+    return NonFiniteLossError(
+        f"At step {step} {variable.name} is no longer finite: a gradient overflowed. Lower "
+        "--learning_rate. The last checkpoint is from before."
+    )

@@ -22,13 +22,13 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.system.compat.checkpoint_graph import Node, nodes_of
-from data.system.extras import of_satellite
 from data.system.files import exists
 from data.system.scratch import plain_path
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError
 from trainer.exit_codes import first_line
 from trainer.learner.variables import saved_arrays, tables_of
+from trainer.models import load_keras_file
 from trainer.run_files import CHECKPOINT_MARK, finished_checkpoints
 from trainer.step.options import ConfigError, WarmStartConfig, matching
 
@@ -81,11 +81,10 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
 
 
 def _of_keras_file(path: str) -> Values:
-    of_satellite("trainer.embeddings", "ShardedEmbedding")  # Keras then knows it by its name.
     try:
         # A strategy's scope holds in one thread. In another, ordinary variables are created.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            model = pool.submit(keras.models.load_model, path, compile=False).result()
+            model = pool.submit(load_keras_file, path).result()
     except Exception as error:  # A user's layer class may raise any error.
         raise ConfigError(
             f"config.warm_start.path={path} cannot be loaded as a Keras model: "
@@ -111,7 +110,10 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
             values: list[npt.NDArray[np.generic] | None] = []
             for variable in variables:
                 key = keys.get(id(variable), keys.get(id(getattr(variable, "value", variable))))
-                values.append(reader.get_tensor(key) if key else rows.get(id(variable)))
+                if id(variable) in rows:
+                    values.append(rows[id(variable)])
+                else:
+                    values.append(reader.get_tensor(key) if key else None)
             return values
     except (DamagedError, *STORAGE_ERRORS, ValueError, LookupError) as error:
         raise ConfigError(

@@ -137,7 +137,7 @@ class Part:
             return {name: gather_rows(v, places) for name, v in self.variables.items()}
 
     def is_finite(self) -> bool:
-        """Reads the rows on their device, a few at a time: they may be large."""
+        """Returns True if all rows are finite. Reads a few at a time: a part may be large."""
         with tf.device(self.rows.device):
             num_rows = int(capacity(self.rows))
             return all(

@@ -40,7 +40,9 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
     """The layers of a model that are ShardedEmbeddings, in its order."""
 
     def start(self, options: Options, *, is_float16: bool) -> list[Part]:
-        """Makes the optimizer slots; returns the parts that are trained. In the strategy's scope.
+        """Makes the optimizer slots; returns the parts that are trained.
+
+        Called in the strategy's scope.
 
         Raises ConfigError for an option that would change, or read, a whole table in each step.
         """
@@ -112,7 +114,7 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
 
 @dataclass(eq=False)
 class Evict(PeriodicHook):
-    """Removes the ids that the arguments of the layer say. In every task that runs the loop."""
+    """Removes the ids that the arguments of the layer say. Every task that runs the loop has it."""
 
     table: DynamicTable
     executor: Executor

@@ -76,6 +76,7 @@ def shared_hooks(
         last_step=config.train_steps,
     )
     hooks: list[Hook] = [StopOnNonFinite(parts.learner.loss_scale)]
+    # Before reports, evaluations and checkpoints, which must not see the ids that Evict removes.
     hooks += parts.learner.tables.hooks(parts.executor) if parts.learner.tables else []
     hooks += writing
     evaluate = None

@@ -61,7 +61,10 @@ class Update(Differentiation):
 
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable]]:
-        """Variables, in named lists, that belong to neither the model nor the optimizer."""
+        """Variables, in named lists, that belong to neither the model nor the optimizer.
+
+        Those of "table_slots" are SplitVariables.
+        """
         slots = [s for layer in self.tables if not layer.is_dynamic for s in layer.table.slots]
         return {
             **({"averages": self._ema_averages} if self._ema_averages else {}),

@@ -88,10 +88,12 @@ def saved_variables(model: keras.Model) -> list[keras.Variable]:
 
 def saved_arrays(model: keras.Model) -> list[keras.Variable]:
     """Returns `model.variables`; each table is one entry, at the place of its first part."""
-    table_of = {id(part): layer.table for layer in tables_of(model) for part in layer.weights}
+    tables = tables_of(model)
+    table_of = {id(part): layer.table for layer in tables for part in layer.weights}
     entries = [table_of.get(id(variable), variable) for variable in model.variables]
     # A model that was exported has constants in place of dynamic ids.
-    return list({id(entry): entry for entry in entries if None not in entry.shape}.values())
+    left_out = {id(layer.table) for layer in tables if layer.is_dynamic}
+    return list({id(entry): entry for entry in entries if id(entry) not in left_out}.values())
 
 
 def set_values(model: keras.Model, learner: "Learner") -> None:

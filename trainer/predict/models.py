@@ -14,13 +14,13 @@ import keras
 import tensorflow as tf
 
 from data.features import Declared
-from data.system.extras import of_satellite
 from data.system.files import exists, is_dir, join
 from data.system.scratch import plain_path
 from strategies.base import Batch
 from trainer.config import ConfigError
 from trainer.exit_codes import first_line
 from trainer.inputs import declared_dtypes
+from trainer.models import load_keras_file
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
 from trainer.run_record.tools import require_run
 from trainer.session import model_of_run
@@ -77,9 +77,8 @@ def _of_keras(model: keras.Model, run: str) -> Loaded:
 
 
 def _loaded_file(path: str) -> keras.Model:
-    of_satellite("trainer.embeddings", "ShardedEmbedding")  # Keras then knows it by its name.
     try:
-        return keras.models.load_model(path, compile=False)
+        return load_keras_file(path)
     except Exception as error:  # A damaged file, or unknown classes, may raise any error.
         raise ConfigError(
             f"{path} cannot be loaded: {type(error).__name__}: {first_line(error)}. If the model "

@@ -364,7 +364,7 @@ class Options(StepOptions):
         log_every_steps: The steps of a report; 0 if there are no reports.
     """
 
-    jit_compile: bool = field(default=False, metadata={"with_tables": "--config.jit_compile=False"})
+    jit_compile: bool = option(False, with_tables="--config.jit_compile=False")
     marks_changed_rows: bool = False
     last_step: int = 0
     log_every_steps: int = 0
