@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from tests.chaos.faults import LAUNCHER, Fault
 from tests.chaos.journal import journal_of, pause_of
-from tests.cluster.runs import Run, Topology, assert_same_bits, json_lines, read_metrics, start
+from tests.cluster.runs import Run, Topology, assert_same_bits, lines_so_far, read_metrics, start
 from trainer.exit_codes import EXIT_RESTART
 
 # The longest wait for the effect of a signal.
@@ -68,7 +68,7 @@ class Story:
 
     def started_again(self) -> dict[int, int]:
         """How many tasks were started again, by the process whose end was the reason."""
-        records = json_lines(self.run.model_dir / "tasks" / "restarts.jsonl")
+        records = lines_so_far(self.run.model_dir / "tasks" / "restarts.jsonl")
         return {record["process"]: len(record["started_again"]) for record in records}
 
 
@@ -86,7 +86,7 @@ class Outcome:
 def lives_of(model_dir: Path) -> list[tuple[tuple[float, int], ...]]:
     """Times and steps of each process of the chief, the first where it began to train."""
     found: list[list[tuple[float, int]]] = []
-    for line in json_lines(journal_of(model_dir)):
+    for line in lines_so_far(journal_of(model_dir)):
         if line["begins"]:
             found.append([])
         found[-1].append((line["time"], line["step"]))
@@ -237,7 +237,7 @@ class Disturbed(abc.ABC):
 
     def _step(self) -> int:
         """The highest step in the journal."""
-        lines = json_lines(journal_of(self.model_dir))
+        lines = lines_so_far(journal_of(self.model_dir))
         return max((line["step"] for line in lines), default=0)
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from benchmarks.hosts import dropped, hosts, num_dropped, reason_why_not
 from tests.chaos.journal import journal_of
 from tests.cluster.elastic import Launchers, difference_from, flags_for, group
-from tests.cluster.runs import Run, json_lines, train
+from tests.cluster.runs import Run, lines_so_far, train
 
 _STEPS = 600
 _CUT_SECS = 20.0
@@ -57,7 +57,7 @@ class Seen(NamedTuple):
 
 def steps_after(model_dir: Path, when: float) -> list[float]:
     """The times of the chief's calls after `when`."""
-    lines = json_lines(journal_of(model_dir))
+    lines = lines_so_far(journal_of(model_dir))
     return [line["time"] for line in lines if not line["begins"] and line["time"] > when]
 
 

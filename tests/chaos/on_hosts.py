@@ -34,7 +34,7 @@ from tests.chaos.chaos import (
 from tests.chaos.faults import NETWORK, Fault
 from tests.chaos.journal import journal_of
 from tests.cluster.hosts import cluster_on
-from tests.cluster.runs import Process, Run, Topology, by_hand, json_lines
+from tests.cluster.runs import Process, Run, Topology, by_hand, json_lines, lines_so_far
 
 _POLL_SECS = 0.2
 # Between the end of a task and its restart.
@@ -157,7 +157,7 @@ class HostsRun(Disturbed):
         """Most runs make steps during a fault, so a step number alone says little."""
         if not fault.after_step:
             return True
-        lines = [line for line in json_lines(journal_of(self.model_dir)) if not line["begins"]]
+        lines = [line for line in lines_so_far(journal_of(self.model_dir)) if not line["begins"]]
         has_trained_again = bool(lines) and lines[-1]["time"] > self._last_fault_ended
         return has_trained_again and lines[-1]["step"] >= fault.after_step
 

@@ -57,6 +57,12 @@ class Topology(str):
     mirrored-2, multiworker-2, ps-2+1 (two workers and one ps), ps-sync-3+1.
     """
 
+    def __new__(cls, name: str) -> Self:
+        if not re.fullmatch(r"(mirrored|multiworker)-\d+|ps(-sync)?-\d+\+\d+", name):
+            known = "mirrored-2, multiworker-2, ps-2+1 or ps-sync-3+1"
+            raise ValueError(f"Need a topology such as {known}. Received: {name!r}.")
+        return super().__new__(cls, name)
+
     @property
     def strategy(self) -> str:
         return self.partition("-")[0]
@@ -256,7 +262,7 @@ class Process:
         self.wait_for_step(last_step(self.model_dir) + number)
 
     def kill_task(self, name: str, after_step: int) -> dict[str, Any]:
-        """Kills a task after a report of `after_step`; returns the last report before its death."""
+        """Kills a task after a report of `after_step`; returns the last report after the kill."""
         self.wait_for_step(after_step)
         self.task(name).kill()
         return read_metrics(self.model_dir)[-1]
@@ -293,9 +299,15 @@ def with_data(flags: Sequence[str]) -> tuple[str, ...]:
     return tuple(flags) if names_data else (f"--data_dir={digits()}", *flags)
 
 
-def start(topology: str, model_dir: Path, *flags: str, **options: Any) -> Process:
-    """Starts `topology` with `flags`. Later flags take precedence; `options` are of Process."""
-    argv = (*Topology(topology).argv, f"--model_dir={model_dir}", *with_data(flags))
+def start(
+    topology: str, model_dir: Path, *flags: str, data: bool = True, **options: Any
+) -> Process:
+    """Starts `topology` with `flags`. Later flags take precedence; `options` are of Process.
+
+    Without `data` no --data_dir is added.
+    """
+    given = with_data(flags) if data else flags
+    argv = (*Topology(topology).argv, f"--model_dir={model_dir}", *given)
     return Process(argv, model_dir, **options)
 
 
@@ -318,11 +330,16 @@ def run(argv: Sequence[str], model_dir: Path, *, exit_code: int = 0, **options: 
         return process.wait(exit_code=exit_code)
 
 
-def run_together(processes: Iterable[Process], *, exit_code: int = 0) -> list[Run]:
-    """Starts processes of one cluster, each of which must end with `exit_code`."""
+def run_together(
+    processes: Iterable[Process], *, exit_code: int = 0, timeout_secs: float = TIMEOUT_SECS
+) -> list[Run]:
+    """Runs the processes of a cluster, which must end with `exit_code`.
+
+    A generator is best: if it fails, the processes that it has started are ended.
+    """
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(process) for process in processes]
-        runs = [process.wait_alone() for process in started]
+        runs = [process.wait_alone(timeout_secs) for process in started]
         for process, run in zip(started, runs, strict=True):
             assert run.exit_code == exit_code, process.output()
         return runs
@@ -341,13 +358,16 @@ def by_hand(
     model_dir: Path,
     *flags: str,
     under: Mapping[Task, tuple[str, ...]] | None = None,
+    data: bool = True,
 ) -> Iterator["Tasks"]:
     """A cluster whose tasks the test starts one by one; leaving the context ends them.
 
-    `under` has, for some tasks, a command that executes the trainer in its place.
+    `under` has, for some tasks, a command that executes the trainer in its place. Without `data`
+    no --data_dir is added.
     """
+    given = with_data(flags) if data else flags
     with contextlib.ExitStack() as stack:
-        tasks = Tasks(cluster, model_dir, flags, under or {}, stack)
+        tasks = Tasks(cluster, model_dir, given, under or {}, stack)
         yield tasks
         assert not any(process.family() for process in tasks.processes), "a process is left"
     assert_nothing_left(model_dir)
@@ -367,7 +387,7 @@ class Tasks:
         stack: contextlib.ExitStack,
     ) -> None:
         strategy = "ps" if cluster.num("ps") else "multiworker"
-        self._flags = (f"--strategy={strategy}", f"--model_dir={model_dir}", *with_data(flags))
+        self._flags = (f"--strategy={strategy}", f"--model_dir={model_dir}", *flags)
         self._cluster = cluster
         self._model_dir = model_dir
         self._under = under
@@ -471,7 +491,7 @@ def _pytest_worker(env: Mapping[str, str]) -> str | None:
 
 def read_metrics(model_dir: Path) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl so far."""
-    return json_lines(model_dir / "metrics.jsonl")
+    return lines_so_far(model_dir / "metrics.jsonl")
 
 
 def last_step(model_dir: Path) -> int:
@@ -480,8 +500,13 @@ def last_step(model_dir: Path) -> int:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file, if there is one."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+    """The complete lines of a file, which must exist."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def lines_so_far(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file that a process may not have made yet."""
+    return json_lines(path) if path.exists() else []
 
 
 def steps_in(text: str, message: str) -> list[int]:
@@ -520,7 +545,8 @@ def largest_difference(
     left: Mapping[str, npt.NDArray[Any]], right: Mapping[str, npt.NDArray[Any]]
 ) -> float:
     assert left.keys() == right.keys()
-    return max(float(np.max(np.abs(left[key] - right[key]))) for key in left)
+    # NumPy's max is NaN if one value is; Python's passes over it.
+    return float(np.max([np.max(np.abs(left[key] - right[key])) for key in left]))
 
 
 def assert_same_bits(left: Run, right: Run) -> None:

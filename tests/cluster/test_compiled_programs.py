@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cluster.runs import Process, start, train
+from tests.cluster.runs import Process, assert_nothing_left, start, train
 
 FLAGS = ("--config=tests/cluster/configs/linear.py", "--config.jit_compile=True")
 
@@ -62,6 +62,8 @@ def test_damaged_programs_of_a_killed_run_are_compiled_again(
     program.write_bytes(gzip.compress(gzip.decompress(program.read_bytes())[:-1000] + b'"'))
     with started(topology, model_dir) as process:
         assert process.wait_alone().exit_code != 0
+        process.wait_for_family_to_end()
+        assert_nothing_left(model_dir)
 
 
 def test_result_is_the_same_with_kept_programs(tmp_path: Path) -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import NUM_NUMBERED, TrainOnce, largest_difference, last_step, start, train
+from tests.cluster.runs import (
+    NUM_NUMBERED,
+    TrainOnce,
+    assert_same_bits,
+    largest_difference,
+    last_step,
+    start,
+    train,
+)
 
 EVERY = 20
 STEPS = 400
@@ -37,7 +45,7 @@ def test_replicas_of_one_process_end_in_the_same_bits(
 ) -> None:
     run = train("mirrored-2", tmp_path / "run", *FLAGS, *overlap)
     workers = train_once(MULTIWORKER, *FLAGS, BUCKETS, *overlap)
-    assert largest_difference(run.variables(), workers.variables()) == 0
+    assert_same_bits(run, workers)
     assert run.steps("train") == reports
     assert run.metrics("eval")[-1]["accuracy"] > 0.9
 

@@ -400,12 +400,11 @@ def test_workers_with_the_tf_config_of_the_readme_train_together(
     tf_config["cluster"]["worker"] = [f"localhost:{port}" for port in ports]
     model_dir = tmp_path / "run"
     argv = (*shared(command[3:], model_dir, digits), "--num_threads=1", "--train_steps=20")
-    workers = []
-    for index in range(2):
-        tf_config["task"]["index"] = index
-        env = {"TF_CONFIG": json.dumps(tf_config)}
-        workers.append(Process(argv, model_dir, env=env))
-    runs = run_together(workers)
+    tasks = [{**tf_config["task"], "index": index} for index in range(2)]
+    runs = run_together(
+        Process(argv, model_dir, env={"TF_CONFIG": json.dumps({**tf_config, "task": task})})
+        for task in tasks
+    )
     assert runs[0].result["step"] == 20
 
 

@@ -42,7 +42,11 @@ sys.exit(task.run(TaskSpec("mirrored", recipe, None, values["model_dir"])))
 
 TEXT = (ROOT / "pyproject.toml").read_text()
 CONTRACTS = tomllib.loads(TEXT)["tool"]["importlinter"]["contracts"]
-LEAVES, OF_CLUSTERS = (c["protected_modules"] for c in CONTRACTS if c["type"] == "protected")
+PROTECTED = {c["name"]: c["protected_modules"] for c in CONTRACTS if c["type"] == "protected"}
+LEAVES = PROTECTED["Preparing data and trackers are leaves, which others only load by name"]
+OF_CLUSTERS = PROTECTED[
+    "Only what runs in a cluster imports its code, and what asks if there is one"
+]
 
 
 def satellites() -> list[str]:
@@ -63,12 +67,14 @@ def modules_in(directory: Path) -> list[str]:
 def copy_without(deleted: Sequence[str], copy: Path) -> None:
     for package in PACKAGES:
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("*.pyc"))
+    before = modules_in(copy)
     for module in deleted:
         path = copy.joinpath(*module.split("."))
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.with_suffix(".py").unlink()
+    assert {*deleted} <= {*before} - {*modules_in(copy)}
 
 
 def assert_trains(copy: Path, program: str, digits: Path, names: str = "") -> None:

@@ -33,7 +33,7 @@ def test_servers_end_by_themselves_when_the_chief_is_killed(tmp_path: Path) -> N
 
 def test_servers_end_by_themselves_when_no_chief_comes(tmp_path: Path) -> None:
     cluster = local_cluster("ps", 1, 1)
-    with by_hand(cluster, tmp_path, "--chief_timeout_secs=2") as tasks:
+    with by_hand(cluster, tmp_path, "--chief_timeout_secs=2", data=False) as tasks:
         tasks.start(PS)
         tasks.wait(75)
 
@@ -98,7 +98,8 @@ def test_second_chief_of_the_same_servers_is_told_to_wait(digits: Path, tmp_path
 
 def test_second_process_of_one_identity_is_refused(tmp_path: Path) -> None:
     cluster = local_cluster("ps", 1, 1)
-    with by_hand(cluster, tmp_path, "--chief_timeout_secs=60", "--num_threads=1") as tasks:
+    flags = ("--chief_timeout_secs=60", "--num_threads=1")
+    with by_hand(cluster, tmp_path, *flags, data=False) as tasks:
         tasks.start(PS)
         first = tasks["ps 0"]
         first.wait_until(lambda: "ps 0 serves at" in first.output(), "word that it serves")

@@ -64,14 +64,14 @@ def test_workers_with_different_configs_are_refused(tmp_path: Path) -> None:
 
 def test_workers_that_see_different_directories_are_refused(digits: Path, tmp_path: Path) -> None:
     cluster = local_cluster("multiworker", 2, 0)
-    processes = []
-    for task in cluster.tasks():
+
+    def started(task: Task) -> Process:
         model_dir = tmp_path / str(task.index)
         flags = (*FLAGS, f"--data_dir={digits}", f"--model_dir={model_dir}")
         env = {"TF_CONFIG": cluster.for_task(task).tf_config()}
-        argv = ("--strategy=multiworker", *flags)
-        processes.append(Process(argv, model_dir, env=env))
-    runs = run_together(processes, exit_code=2)
+        return Process(("--strategy=multiworker", *flags), model_dir, env=env)
+
+    runs = run_together(map(started, cluster.tasks()), exit_code=2)
     for run in runs:
         assert_one_error(run, "is not one directory", "in the tasks of replica(s) 1.")
     left = [path.name for path in tmp_path.glob("*/*")]

@@ -100,9 +100,12 @@ def limit_files(pid: int, num_bytes: int) -> None:
 @contextlib.contextmanager
 def limited_files(process: Process) -> Iterator[None]:
     """No file of the run may be as large as its variables."""
+    former = resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE)
     limit_files(process.popen.pid, LIMIT_BYTES)
-    yield
-    limit_files(process.popen.pid, resource.RLIM_INFINITY)
+    try:
+        yield
+    finally:
+        resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, former)
 
 
 Fault = Callable[[Process], contextlib.AbstractContextManager[None]]

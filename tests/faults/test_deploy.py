@@ -22,10 +22,11 @@ def test_tasks_of_a_file_train_together(name: str, digits: Path, tmp_path: Path)
         places = stack.enter_context(hosts(len(started)))
         names = [task.host for task in started]
         stack.enter_context(named(dict(zip(names, places, strict=True))))
-        runs = run_together(
+        processes = (
             Process((*task.argv, *here), model_dir, env=task.environment, under=place.command)
             for task, place in zip(started, places, strict=True)
         )
+        runs = run_together(processes, timeout_secs=200.0)
     assert_nothing_left(model_dir)
     assert runs[0].result["step"] >= 20
     for run, task in zip(runs, started, strict=True):

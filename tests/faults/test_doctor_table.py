@@ -21,6 +21,7 @@ from benchmarks.hosts import Host, dropped, hosts, silent
 from tests.cluster.hosts import named, needs_hosts
 from tests.cluster.runs import CONFIGS, ROOT, Process
 from tests.faults.test_doctor import end, start
+from trainer.guards.run_lock import locked
 
 pytestmark = [pytest.mark.nightly, needs_hosts]
 
@@ -122,6 +123,18 @@ def slow_receiver(scene: Scene) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
+def read_only(scene: Scene) -> None:
+    place = scene.directory / "place"
+    place.mkdir()
+    script = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    scene.one.under = ("unshare", "--mount", "sh", "-c", script, str(place))
+    scene.one.flags["model_dir"] = f"{place}/run"
+
+
+def used_by_another_run(scene: Scene) -> None:
+    scene.stack.enter_context(locked(scene.one.flags["model_dir"], 0.0, print))
+
+
 def small_disk(scene: Scene) -> None:
     place = scene.directory / "place"
     place.mkdir()
@@ -141,6 +154,14 @@ def former_run(scene: Scene) -> None:
     """A run of batches of 48 examples."""
     shutil.copytree(OLD_RUN, scene.one.flags["model_dir"])
     all_flags("config.batch_size", "16")(scene)
+
+
+def damaged_data(scene: Scene) -> None:
+    data = scene.directory / "data"
+    shutil.copytree(scene.one.flags["data_dir"], data)
+    shard = max(data.glob("*train*"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    scene.one.flags["data_dir"] = str(data)
 
 
 def cut_link(scene: Scene) -> None:
@@ -185,9 +206,12 @@ FAULTS: dict[str, tuple[str, Disturb]] = {
         "its clock differs by +90",
         python("import time\nreal = time.time\ntime.time = lambda: real() + 90\n"),
     ),
+    "read-only directory": ("this user cannot write to", read_only),
+    "used directory": ("is in use: ", used_by_another_run),
     "small disk": ("the checkpoints of a run need", small_disk),
     "other run": ("batch_size: 48 there", former_run),
     "no data": ("no-such-directory", flag("data_dir", "/no-such-directory")),
+    "damaged data": ("it was cut short", damaged_data),
     "outgoing port": ("for outgoing connections", outgoing_port),
     "death in the sum": (
         "A worker was lost",
@@ -204,7 +228,7 @@ FAULTS: dict[str, tuple[str, Disturb]] = {
     ),
 }
 # What all tasks share, and an error of the sum, are named at worker 0.
-SHARED = ("small disk", "other run", "death in the sum")
+SHARED = ("used directory", "small disk", "other run", "death in the sum")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from benchmarks.hosts import dropped, hosts, num_dropped
 from strategies.cluster.ports import free_ports
 from tests.cluster.elastic import Launchers, difference_from, flags_for, group
 from tests.cluster.hosts import needs_hosts
-from tests.cluster.runs import Run, TrainOnce, train
+from tests.cluster.runs import Run, TrainOnce, assert_same_bits, train
 
 STEPS = 600
 FLAGS = flags_for(STEPS)
@@ -70,6 +70,7 @@ def test_virtual_replicas_have_the_bits_of_one_process_on_1_then_4_then_2_then_4
         launchers.wait_for_group(4)
         launchers.finish(STEPS)
     assert difference_from(alone, model_dir) == 0
+    assert_same_bits(Run(0, "", "", model_dir), alone)
 
 
 @pytest.mark.nightly

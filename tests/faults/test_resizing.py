@@ -10,7 +10,15 @@ from strategies.cluster.ports import free_ports
 from tests.chaos.chaos import lives_of
 from tests.chaos.journal import pause_of
 from tests.cluster.elastic import Launchers, difference_from
-from tests.cluster.runs import NUM_NUMBERED, Run, json_lines, largest_difference, start, train
+from tests.cluster.runs import (
+    NUM_NUMBERED,
+    Run,
+    json_lines,
+    largest_difference,
+    lines_so_far,
+    start,
+    train,
+)
 
 SYNC = "ps-sync-4+1"
 CHANGES = [(1, 4), (4, 2)]
@@ -64,7 +72,7 @@ class Resized:
 
 
 def resizes(model_dir: Path) -> list[tuple[int, int]]:
-    lines = [line for line in json_lines(model_dir / "failures.jsonl") if "workers" in line]
+    lines = [line for line in lines_so_far(model_dir / "failures.jsonl") if "workers" in line]
     assert all(line["why"] == f"membership/workers says {line['workers']}" for line in lines)
     return [(line["workers_before"], line["workers"]) for line in lines]
 

@@ -13,6 +13,7 @@ from tests.commands import run_python
 from trainer.doctor.devices import check_devices, copies, known_vector, wrong_sums
 from trainer.doctor.findings import device_findings
 from trainer.doctor.table import text
+from trainer.guards.run_lock import locked
 
 CLUSTER = Cluster({"worker": {0: "a:2222"}}, Task("worker", 0))
 DEVICES = ("CPU:0", "CPU:1")
@@ -52,12 +53,15 @@ def test_vector_that_one_device_alters_is_found(
 
 
 @pytest.mark.slow
-def test_error_of_the_devices_is_a_finding_beside_the_others(digits: Path) -> None:
+def test_error_of_the_devices_is_a_finding_beside_the_others(digits: Path, tmp_path: Path) -> None:
     flags = ("--replicas=2", "--num_gpus=1", "--json", f"--data_dir={digits}")
-    done = run_python("-m", "trainer.doctor", *flags)
+    with locked(str(tmp_path), 0.0, print):
+        done = run_python("-m", "trainer.doctor", *flags, f"--model_dir={tmp_path}")
     assert done.returncode == 2, done.stderr
     printed = json.loads(done.stdout)
-    assert "--num_gpus=1" in printed["findings"][0]["text"]
+    first, *others = [finding["text"] for finding in printed["findings"]]
+    assert "--num_gpus=1" in first
+    assert any("is in use: " in text for text in others), others
     assert printed["tasks"]["worker 0"]["plan"]["memory_bytes"]
 
 

@@ -1,5 +1,6 @@
 """What Keras users write first works, or ends before training with one message."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from trainer.config import ConfigError, load_recipe
 from trainer.inputs import open_inputs
 from trainer.session import build_session
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Behind a class `Own`, derived from Learner or from keras.Model, its function of a config file.
 OWN_LEARNER = """
         def build_learner(config, **parts):
@@ -265,6 +267,19 @@ def test_habit_trains(source: str, digits: Path, tmp_path: Path) -> None:
     assert np.isfinite(list(means(executor.evaluate()).values())).all()
 
 
+@pytest.mark.slow
+def test_example_of_the_documentation_trains(digits: Path, tmp_path: Path) -> None:
+    text = (DOCS / "keras.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    executor = started(written(tmp_path, example), digits)
+    executor.run(1)
+    first = means(executor.evaluate())
+    executor.run(60)
+    last = means(executor.evaluate())
+    assert last.keys() == {"loss"}
+    assert last["loss"] < 0.7 * first["loss"]
+
+
 TABLE = """
     from trainer.config import Config, DataConfig
 
@@ -302,7 +317,10 @@ def test_ids_of_a_column_are_those_of_the_file_or_are_refused(tmp_path: Path) ->
         {"declared": "name='id', dtype='float64'"},
     ):
         path = written(tmp_path, TABLE.format(**{**parts, **advised}), "advised.py")
-        started(path, data).run(1)
+        executor = started(path, data)
+        executor.run(60 if "int64" in advised["declared"] else 1)
+        if "int64" in advised["declared"]:
+            assert means(executor.evaluate())["accuracy"] > 0.9
 
 
 def test_array_that_a_record_stores_as_bytes_is_explained(tmp_path: Path) -> None:

@@ -177,6 +177,13 @@ def batches(labels: Any, *others: np.ndarray) -> Any:
 
 
 CASES: dict[str, dict[str, Any]] = {
+    "one output, weights": {
+        "model": one_output,
+        "loss": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
+        "metrics": ["accuracy", "mse"],
+        "weighted_metrics": ["mae", "categorical_accuracy"],
+        "weights": True,
+    },
     "one output, class weights": {
         "model": one_output,
         "loss": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),

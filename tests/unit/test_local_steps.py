@@ -73,7 +73,8 @@ class Training:
     ) -> None:
         """The loss is multiplied by `factor`, and fails after `last_step`."""
         self.reader = make_reader(write_split(directory))
-        self.executor = MirroredExecutor(replicas(num), Compression(wire_dtype, num))
+        compression = None if wire_dtype == "float32" else Compression(wire_dtype, num)
+        self.executor = MirroredExecutor(replicas(num), compression)
 
         def make() -> Learner:
             keras.utils.set_random_seed(0)

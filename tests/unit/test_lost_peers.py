@@ -16,8 +16,8 @@ from strategies.transfer import Transfer
     ("kind", "text", "message"),
     [
         (errors.UnavailableError, "gone", "A parameter server was lost: gone"),
-        (errors.AbortedError, "restarted", "server was lost: restarted"),
-        (errors.DeadlineExceededError, "silent", "server was lost: silent"),
+        (errors.AbortedError, "restarted", "A parameter server was lost: restarted"),
+        (errors.DeadlineExceededError, "silent", "A parameter server was lost: silent"),
         (
             errors.InternalError,
             "Barrier failed because: task is set to ERROR: UNAVAILABLE: Task "
@@ -44,15 +44,27 @@ from strategies.transfer import Transfer
             "tensor remote_handle: Op ID: 21, Output num: 0.",
             "A parameter server was lost: .*Unable to find the relevant tensor",
         ),
-        (errors.InvalidArgumentError, "/job:ps/task:1 unknown device.", "was lost: /job:ps/task:1"),
+        (
+            errors.InvalidArgumentError,
+            "/job:ps/task:1 unknown device.",
+            "A parameter server was lost: /job:ps/task:1 unknown device",
+        ),
         (
             errors.NotFoundError,
             "'__inference_evaluate_9' is neither a type of a primitive operation nor a name of "
             "a function registered in binary running on host-7.",
             "A graph has not reached another task: '__inference_evaluate_9' is neither",
         ),
-        (errors.CancelledError, "of a graph on /job:worker/task:1", "was lost: of a graph"),
-        (errors.NotFoundError, "Resource a/b does not exist. /job:ps/task:0", "lost: Resource a/b"),
+        (
+            errors.CancelledError,
+            "of a graph on /job:worker/task:1",
+            "A parameter server was lost: of a graph",
+        ),
+        (
+            errors.NotFoundError,
+            "Resource a/b does not exist. /job:ps/task:0",
+            "A parameter server was lost: Resource a/b",
+        ),
     ],
 )
 def test_lost_peers_are_reported(kind: type[errors.OpError], text: str, message: str) -> None:

@@ -303,8 +303,8 @@ def test_blocks_hold_all_batches_in_groups_of_one_size() -> None:
         assert [first for first, _, _ in blocks] == [0, *ends[:-1]]
         assert ends[-1] == num_batches
         assert len({size for _, _, size in blocks[:-1]}) <= 1
-        assert max(size for _, _, size in blocks) <= most
-        assert max(num_groups for _, num_groups, _ in blocks) <= groups_of_block
+        assert all(1 <= size <= most for _, _, size in blocks)
+        assert all(1 <= num_groups <= groups_of_block for _, num_groups, _ in blocks)
         fewest = -(-num_batches // most)
         assert sum(num_groups for _, num_groups, _ in blocks) <= 2 * fewest + 1
     assert list(disk_reader._cut(32, 10, 50)) == [(0, 4, 8)]

@@ -1,9 +1,11 @@
-"""Workers of multiworker meet, over real sockets."""
+"""Workers of multiworker meet: over real sockets, and in a simulation of random deaths."""
 
 import concurrent.futures
 import dataclasses
 import queue
+import random
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +15,7 @@ from strategies.cluster.ports import free_ports, held
 from strategies.cluster.rendezvous import (
     Greeting,
     Processes,
+    _Meeting,
     connecting,
     digest_of,
     wait_for_peers,
@@ -231,3 +234,68 @@ def test_server_of_another_task_in_a_place_is_named(
     network.serving = {WORKERS[1]}
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but worker 1"):
         wait_for_peers(network.clusters[2])
+
+
+class Simulated:
+    """A worker, in steps that any other worker may come between; it is killed and started again."""
+
+    def __init__(self, network: Network, index: int) -> None:
+        self._network = network
+        self._cluster = network.clusters[index]
+        self.num_restarts = -1
+        self.restart()
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self.processes: Processes | None = None  # Once it has left.
+        self.meeting = _Meeting(self._cluster)
+        self._network.serving.discard(self._cluster.task)
+        self._say()
+        self._look = self._looks()
+
+    def proceed(self) -> None:
+        next(self._look)
+
+    def _say(self) -> None:
+        self._network.waiting[self._cluster.task] = self.meeting.greeting()
+
+    def _looks(self) -> Iterator[None]:
+        """As `wait_for_peers` and then `watch_restarts`; others proceed at each yield."""
+        others = self._cluster.other_trainers
+        while self.processes is None:
+            before, found = self.meeting.processes(), []
+            for task in others:
+                found.append(self.meeting.identify(self._cluster.address_of(task)))
+                self._say()
+                yield
+            if found == list(others) and self.meeting.processes() == before:
+                self.processes = before
+        del self._network.waiting[self._cluster.task]
+        self._network.serving.add(self._cluster.task)
+        while True:
+            for task in others:
+                greeting = self._network.waiting.get(task)
+                if greeting and greeting.process != self.processes[task]:
+                    self.restart()
+                yield
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_workers_that_die_at_random_meet_once_they_live(seed: int, network: Network) -> None:
+    chance = random.Random(seed)
+    workers = [Simulated(network, index) for index in range(3)]
+    for _ in range(chance.randrange(400)):
+        worker = chance.choice(workers)
+        if chance.random() < 0.05:
+            worker.restart()
+        else:
+            worker.proceed()
+    before = [worker.num_restarts for worker in workers]
+    for _ in range(24):
+        for worker in chance.sample(workers, len(workers)):
+            worker.proceed()
+    ids = {task: w.meeting.greeting().process for task, w in zip(WORKERS, workers, strict=True)}
+    for task, worker in zip(WORKERS, workers, strict=True):
+        assert worker.processes == {other: i for other, i in ids.items() if other != task}
+    # Without another death no process may end more than once to meet the others.
+    assert all(w.num_restarts - n <= 1 for w, n in zip(workers, before, strict=True))

@@ -373,6 +373,27 @@ def test_workers_that_are_left_save_before_all_are_restarted(tmp_path: Path) -> 
     assert written["last_lines"] == ["start 1"]
 
 
+def test_tasks_that_end_themselves_after_a_peer_are_not_killed(tmp_path: Path) -> None:
+    """After a SIGTERM to one of them, all save, and exit with 75 one after another."""
+    body = """
+        if start > 1:
+            sys.exit(0)
+        note("running")
+        if index == 0:
+            await_note("running-worker-1")
+            sys.exit(75)
+        await_end("running-worker-0")
+        time.sleep(0.5)
+        note("saved")
+        sys.exit(75)
+    """
+    report = run(tmp_path, WORKERS, body, max_restarts=1)
+    assert set(notes(tmp_path, "saved")) == {"worker-1"}
+    assert [end.exit_code for end in report.tasks] == [75, 75, 0, 0]
+    assert causes(report) == [("worker 0", 75, 2)]
+    assert report.exit_code == 0
+
+
 def test_servers_that_the_chief_ends_with_75_cause_no_separate_restart(tmp_path: Path) -> None:
     """After a SIGTERM to one of them, the chief saves, has the servers end, and ends."""
     body = """

@@ -162,6 +162,30 @@ def test_a_checkpoint_of_changes_has_only_the_rows_that_were_changed(
 
 
 @pytest.mark.slow
+def test_checkpoints_that_others_need_stay(make: Callable[..., Learner], tmp_path: Path) -> None:
+    learner = make()
+    expected = saved_run(learner, tmp_path, 3, keep=1)
+    chain = [f"step-{step:08d}" for step in expected]
+    checkpointer = checkpointer_of(learner, tmp_path, keep=1)
+    assert checkpoints_in(str(tmp_path)) == chain
+    assert checkpointer.restore() is not None
+    checkpointer.save_best(9, Position(), 1.0)
+    for step in (12, 15):  # The second is complete.
+        train_and_save(learner, checkpointer, step)
+    assert checkpoints_in(str(tmp_path)) == ["best-00000009", *chain, "step-00000015"]
+    best = make()
+    assert checkpointer_of(best, tmp_path).restore_model("best-00000009").step == 9
+    assert_same(values_of(best), expected[9])
+    checkpointer.save_best(15, Position(), 2.0)
+    train_and_save(learner, checkpointer, 18)
+    assert checkpoints_in(str(tmp_path)) == [
+        "best-00000015",
+        "step-00000015",
+        "step-00000018",
+    ]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mark", [False, True], ids=["a file", "the mark"])
 def test_a_checkpoint_whose_base_is_damaged_is_skipped(
     make: Callable[..., Learner], tmp_path: Path, *, is_mark: bool

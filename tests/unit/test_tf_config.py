@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from strategies.cluster.peers import check_own_address
 from strategies.cluster.sources.finding import is_described
 from strategies.cluster.tf_config import (
+    Cluster,
     ClusterError,
     Task,
     local_cluster,
@@ -288,6 +289,41 @@ def test_mistakes_in_host_flags_are_explained(
     with pytest.raises(ClusterError) as caught:
         parse_hosts(hosts, job, index, "ps")
     assert_teaches(str(caught.value), *substance)
+
+
+ADDRESSES = st.builds(
+    "{}:{}".format,
+    st.from_regex(r"[a-z][a-z0-9-]{0,8}|\[[0-9a-f:]{1,8}\]|\d{1,3}\.0\.0\.1", fullmatch=True),
+    st.integers(1, 65535),
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[Cluster, str]:
+    strategy = draw(st.sampled_from(["multiworker", "ps"]))
+    num_workers = draw(st.integers(1, 12))
+    sizes = {"chief": 1, "worker": num_workers, "evaluator": draw(st.integers(0, 1))}
+    if strategy == "ps":
+        sizes["ps"] = draw(st.integers(1, 3))
+    elif draw(st.booleans()):
+        del sizes["chief"]
+    total = sum(sizes.values())
+    addresses = iter(draw(st.lists(ADDRESSES, min_size=total, max_size=total, unique=True)))
+    jobs = {job: {i: next(addresses) for i in range(size)} for job, size in sizes.items()}
+    task = draw(st.sampled_from([Task(job, i) for job, known in jobs.items() for i in known]))
+    if strategy == "ps" and task.job == "worker" and draw(st.booleans()):
+        jobs["worker"] = {task.index: jobs["worker"][task.index]}
+    return Cluster(jobs, task), strategy
+
+
+@given(clusters())
+def test_tf_config_of_a_cluster_parses_to_the_same_cluster_which_has_one_chief(
+    made: tuple[Cluster, str],
+) -> None:
+    cluster, strategy = made
+    assert parse_tf_config(cluster.tf_config(), strategy) == cluster
+    if 0 in cluster.jobs["worker"] or "chief" in cluster.jobs:
+        assert sum(cluster.for_task(task).is_chief for task in cluster.tasks()) == 1
 
 
 @given(

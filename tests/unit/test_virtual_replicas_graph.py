@@ -1,6 +1,7 @@
 """Without config.virtual_replicas, the graph of a training step has none of its ops."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+from strategies import mirrored
 from strategies.gradients import layer_state, parts
 from strategies.gradients.compression import Compression
 from strategies.mirrored import MirroredExecutor
@@ -15,6 +17,7 @@ from strategies.position import Position
 from tests.unit.replicas import replicas
 from tests.unit.test_worker_loop import Desk, _worker
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
+from trainer.inputs import batch_at
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import Options
@@ -51,6 +54,20 @@ def kinds(graph: Any) -> set[str]:
     return found
 
 
+def of_step(graph: Any, path: str) -> list[tf.Operation]:
+    """The ops of a function `step` of the file `path`."""
+    return [
+        op
+        for op in ops_of(graph)
+        if any((f.filename, f.name) == (path, "step") for f in op.traceback or ())
+    ]
+
+
+def counts(ops: Sequence[tf.Operation]) -> Mapping[tuple[str, int], int]:
+    """The number of ops of each type, by the number of ops that they wait for."""
+    return Counter((op.type, len(op.control_inputs)) for op in ops)
+
+
 def started(directory: Path, num_replicas: int, virtual_replicas: int) -> MirroredExecutor:
     """An executor of a model with a dense layer, a normalisation and its moving statistics."""
 
@@ -79,6 +96,30 @@ def test_training_step_has_no_op_of_a_mode_that_is_off(num_replicas: int, tmp_pa
     )
     assert kinds(on.get_concrete_function().graph) == {*OF_THE_MODE, "layer_state.py"}
     assert kinds(off.get_concrete_function().graph) == set()
+
+
+def test_training_step_of_one_replica_has_only_the_ops_of_the_learner_and_a_sum(
+    tmp_path: Path,
+) -> None:
+    executor = started(tmp_path, 1, 0)
+    learner = executor._learner
+    graph = executor._run_in_graph.get_concrete_function().graph
+
+    @tf.function(autograph=False)
+    def alone(totals: tf.Tensor, batch: Any) -> tf.Tensor:
+        def step(totals: tf.Tensor, batch: Any) -> tf.Tensor:
+            gradients, metrics = learner.gradients(batch)
+            learner.apply(gradients)
+            return totals + metrics
+
+        return executor.strategy.run(step, args=(totals, batch))
+
+    totals = tf.zeros([learner.num_totals], tf.float64)
+    batch = batch_at(executor._source, 0)
+    reference = alone.get_concrete_function(totals, batch).graph
+    expected = counts(of_step(reference, __file__))
+    assert expected["MatMul", 0] > 0  # The origins of ops are known.
+    assert counts(of_step(graph, mirrored.__file__)) == expected
 
 
 @pytest.mark.parametrize("num_unrolled", [1, 4])
