@@ -201,7 +201,7 @@ def _records(split: records.Split) -> Iterator[bytes]:
 
 def _shown(record: bytes) -> str:
     import tensorflow as tf
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # No stubs.
+    from google.protobuf.message import DecodeError
 
     try:
         example = tf.train.Example.FromString(record)

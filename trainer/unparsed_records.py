@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import tensorflow as tf
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # No stubs.
+from google.protobuf.message import DecodeError
 
 from data.features import ExampleParse
 from data.reader import Reader

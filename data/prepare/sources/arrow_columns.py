@@ -24,7 +24,7 @@ from data.prepare.sources.columns import (
 )
 from data.prepare.sources.tables import Array, Mask
 from data.system.files import DataError
-from data.tfrecord.examples import Texts
+from data.tfrecord.examples import Values
 
 LISTS = "lists"
 _MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
@@ -204,8 +204,8 @@ class ArrowColumn(Column):
             ) from None
 
     @override
-    def _texts(self, values: pa.Array) -> Texts:
-        return texts_of(as_text(values))
+    def _texts(self, values: pa.Array) -> Values:
+        return texts_of(values)
 
     @override
     def _numbers(self, values: pa.Array) -> Array:
@@ -270,12 +270,10 @@ def _is_empty(texts: pa.Array) -> Mask:
     return empty
 
 
-def texts_of(array: pa.Array) -> Texts:
-    """The bytes of large binary without nulls."""
-    _, offsets, content = array.buffers()
-    ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
-    data = np.frombuffer(content or b"", np.uint8)[ends[0] : ends[-1]]
-    return Texts(data, np.diff(ends))
+def texts_of(array: pa.Array) -> Values:
+    """Text as an array of bytes, which are empty for missing values."""
+    texts: Values = as_text(array).to_numpy(zero_copy_only=False)
+    return texts
 
 
 def _strings(array: pa.Array) -> list[str]:

@@ -30,7 +30,7 @@ from data.prepare.sources.examples import Classes, tensor
 from data.prepare.sources.tables import Array, Mask, TableColumn
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
-from data.tfrecord.examples import PADDING, Texts, Values, fixed
+from data.tfrecord.examples import PADDING, Values, fixed
 
 # Types that tf.io.decode_raw reads. Others become int64; of bool, uint8.
 _STORED = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float32", "float64")
@@ -179,22 +179,16 @@ class ArrowLists(Column):
 
     @override
     def convert(self, values: pa.Array, classes: Classes | None = None) -> Values:
-        lengths, items = _levels(values)
-        places = np.arange(self._shape[0]) < lengths[0][:, np.newaxis]
-        if self._item_type == "string":
-            found = texts_of(as_text(items))
-            if not self._is_padded:
-                return Texts(found.data, found.lengths, math.prod(self._shape))
-            sizes = np.zeros(places.shape, np.int64)
-            sizes[places] = found.lengths
-            return Texts(found.data, sizes.reshape(-1), self._shape[0])
-        numbers = numbers_of(items)[0] if len(items) else np.zeros(0, np.int64)
+        lengths, found = _levels(values)
+        is_text = self._item_type == "string"
+        items = texts_of(found) if is_text else numbers_of(found)[0]
         if self._is_padded:
-            padded = np.full(places.shape, PADDING, np.int64)
-            padded[places] = numbers
-            numbers = padded
-        stored = numbers.astype(np.dtype(self._item_type).newbyteorder("<"))
-        return fixed(stored.reshape(len(values), -1))
+            places = np.arange(self._shape[0]) < lengths[0][:, np.newaxis]
+            padded = np.full(places.shape, b"" if is_text else PADDING, items.dtype)
+            padded[places] = items
+            items = padded
+        rows = items.reshape(len(values), -1)
+        return rows if is_text else fixed(rows.astype(np.dtype(self._item_type).newbyteorder("<")))
 
 
 def _levels(array: pa.Array) -> tuple[list[Int64s], pa.Array]:

@@ -43,7 +43,7 @@ from data.prepare.sources.tables import (
     typed,
 )
 from data.system.files import DataError
-from data.tfrecord.examples import PADDING, Texts, Values, fixed, texts
+from data.tfrecord.examples import PADDING, Values, fixed
 
 MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
 
@@ -309,8 +309,8 @@ class Column:
     def _names(self, values: Any) -> Iterable[str]:
         return values  # type: ignore[no-any-return]  # Texts.
 
-    def _texts(self, values: Any) -> Texts:
-        return texts(map(str.encode, values))
+    def _texts(self, values: Any) -> Values:
+        return np.array(list(map(str.encode, values)), object)
 
     def _numbers(self, values: Any) -> Array:
         """Numbers, with the number of --missing in the place of missing ones."""

@@ -33,7 +33,7 @@ from data.prepare.sources.examples import Classes, tensor
 from data.prepare.sources.tables import Batch, Chunk, TableColumn, common_columns, split_files
 from data.prepare.sources.typed_tables import read_all, typed_source
 from data.system.files import DataError
-from data.tfrecord.examples import PADDING, Values, fixed, texts
+from data.tfrecord.examples import PADDING, Values, fixed
 
 _BATCH_ROWS = 256
 
@@ -169,7 +169,7 @@ class Lists(Column):
         rows = [[*items, *[fill] * (self._length - len(items))] for items in found]
         if self.kind == INTEGER:
             return fixed(np.array([list(map(int, row)) for row in rows], "<i8"))
-        return texts(map(str.encode, itertools.chain(*rows)), self._length)
+        return np.array([list(map(str.encode, row)) for row in rows], object)
 
 
 def _items(value: str, separator: str | None) -> list[str]:

@@ -29,7 +29,7 @@ from data.prepare.sources.tables import (
     table_source,
 )
 from data.system.files import DataError
-from data.tfrecord.examples import Values, fixed, texts
+from data.tfrecord.examples import Values, fixed
 from data.tfrecord.shard_names import SPLIT_NAMES
 
 _SPLITS = "|".join(SPLIT_NAMES)
@@ -118,7 +118,8 @@ class _Column(NamedTuple):
         if classes and classes.names:
             return classes.numbers(map(_text, block.tolist()))
         if self.dtype.kind in "US":
-            return texts(x if isinstance(x, bytes) else x.encode() for x in block.tolist())
+            values = [x if isinstance(x, bytes) else x.encode() for x in block.tolist()]
+            return np.array(values, object)
         if self.is_list:
             is_float = self.dtype.kind == "f"
             return block.astype(np.float32) if is_float else block.astype(np.int64)

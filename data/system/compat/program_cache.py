@@ -37,8 +37,8 @@ def has_program_cache() -> bool:
 def as_text(entry: bytes) -> bytes:
     """An entry of the cache as text, without the computation, which is not compared."""
     # Here, because this module is imported before TensorFlow.
-    from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
-    from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
+    from google.protobuf.empty_pb2 import Empty
+    from google.protobuf.unknown_fields import UnknownFieldSet
 
     fields = {field.field_number: field.data for field in UnknownFieldSet(Empty.FromString(entry))}
     key = {f.field_number: f.data for f in UnknownFieldSet(Empty.FromString(fields[1]))}
