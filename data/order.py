@@ -53,7 +53,7 @@ def replica_lanes(lanes: int, replica: int, num_replicas: int) -> range:
     """The lanes that `replica` of `num_replicas` reads.
 
     Raises:
-        ValueError: a replica would have no lane, or `replica` does not exist.
+        ValueError: a replica would have no lane.
     """
     if num_replicas > lanes:
         raise ValueError(
@@ -61,8 +61,6 @@ def replica_lanes(lanes: int, replica: int, num_replicas: int) -> range:
             f"Set --config.data.lanes to a divisor of the batch size that is {num_replicas} or "
             f"more, or raise the batch size."
         )
-    if not 0 <= replica < num_replicas:
-        raise ValueError(f"replica must be in [0, {num_replicas}), Received: replica={replica}")
     return range(replica * lanes // num_replicas, (replica + 1) * lanes // num_replicas)
 
 
@@ -96,10 +94,8 @@ class _Epoch:
 class Order:
     """The endless order over one split: equal fields, equal order, on every machine.
 
-    Starting costs the same at every position. Safe to call from several threads.
-
-    Raises:
-        ValueError: a field is invalid; the message names it, and what to set.
+    Starting costs the same at every position. Safe to call from several threads. Fields are not
+    checked here: the checks of the config, and `open_split`, come before.
     """
 
     shard_lengths: tuple[int, ...]
@@ -110,27 +106,6 @@ class Order:
     seed: int
     shuffle: bool
 
-    def __post_init__(self) -> None:
-        if not self.shard_lengths or min(self.shard_lengths) < 0 or not self.num_examples:
-            raise ValueError(
-                "There must be at least one record to order, "
-                f"Received: shard_lengths={self.shard_lengths}. Check the split's files."
-            )
-        hints = {
-            "chunk_examples": "",
-            "batch_size": ". Set --config.batch_size",
-            "window_batches": ". Set --config.data.window_batches",
-        }
-        for name, hint in hints.items():
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be 1 or more, Received: {name}={value}{hint}")
-        if self.lanes < 1 or self.batch_size % self.lanes:
-            raise ValueError(
-                f"lanes must divide batch_size, so that each batch takes equally from each lane, "
-                f"Received: lanes={self.lanes}, batch_size={self.batch_size}. "
-                f"Set --config.data.lanes={self.batch_size}, or another divisor."
-            )
-
     @property
     def num_examples(self) -> int:
         """N, the number of records in an epoch."""
@@ -139,13 +114,6 @@ class Order:
     def positions(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Int64s:
         """Positions of the examples of some batches, int64 [num_batches, len(lanes) * B // V]."""
         lanes = range(self.lanes) if lanes is None else lanes
-        if first_batch < 0 or num_batches < 1:
-            raise ValueError(
-                "first_batch must be 0 or more and num_batches 1 or more, "
-                f"Received: first_batch={first_batch}, num_batches={num_batches}"
-            )
-        if not 0 <= lanes.start < lanes.stop <= self.lanes or lanes.step != 1:
-            raise ValueError(f"lanes must be a range within [0, {self.lanes}), Received: {lanes}")
         batch = np.arange(first_batch, first_batch + num_batches, dtype=np.int64) * self.batch_size
         lane = np.arange(lanes.start, lanes.stop, dtype=np.int64)
         row = np.arange(0, self.batch_size, self.lanes, dtype=np.int64)

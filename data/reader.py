@@ -84,15 +84,6 @@ class Reader:
                 "returns something else in each epoch. Leave cache_bytes out; or let parse take "
                 "`serialized` alone, and augment(inputs, labels, seeds) do what is random."
             )
-        ours = (self.split.shard_lengths, self.split.chunk_examples)
-        theirs = (self.order.shard_lengths, self.order.chunk_examples)
-        if ours != theirs:
-            raise DataError(
-                f"The order is over {self.order.num_examples} records in chunks of "
-                f"{self.order.chunk_examples}, but split {self.split.name!r} has "
-                f"{self.split.num_examples} in chunks of {self.split.chunk_examples}. "
-                "Build it with Order(split.shard_lengths, split.chunk_examples, ...)."
-            )
 
     @property
     def num_evaluation_batches(self) -> int:

@@ -15,7 +15,6 @@ import tensorflow as tf
 from data import disk_reader, order
 from data import reader as pipeline
 from data.disk_reader import DiskReader
-from data.system import files
 from data.tfrecord import split as records
 from data.tickets import DiskTickets
 from tests.commands import run_python
@@ -250,13 +249,6 @@ def main():
 main()
 """
     run_python("-c", code, check=True)
-
-
-def test_order_over_other_data_is_refused(split: records.Split) -> None:
-    reader = make_reader(split)
-    other = dataclasses.replace(reader.order, shard_lengths=(5, 6))
-    with pytest.raises(files.DataError, match="11 records"):
-        dataclasses.replace(reader, order=other)
 
 
 def test_large_records_are_read_in_parts_that_fit_memory(tmp_path: Path) -> None:
