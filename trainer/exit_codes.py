@@ -10,8 +10,8 @@ from data.system.errors import reason_lines
 EXIT_DONE = 0
 EXIT_BUG = 1  # Or training diverged.
 EXIT_USAGE = 2  # Bad usage, config or data: a restart would end in the same way.
-# A peer was lost, this task was asked to stop, or the last state could not be saved: the last
-# checkpoint is complete, restart to resume.
+# A peer was lost, this task was asked to stop, made no progress, could not save its last state, or
+# another run has its directory: the last checkpoint is complete, restart to resume.
 EXIT_RESTART = 75
 
 

@@ -23,6 +23,9 @@
 | .lock | a lock, and the last process that had it | guards/run_lock.py |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | connecting.py |
 
+A file with a line per report is a Writer in hooks/writers.py, and made in hooks/building.py;
+`uploading` in reporting.py sends it to s3://; run_record/summary.py and report/series.py read it.
+
 No TensorFlow is imported for local paths: the launcher reads these files too.
 
 A damaged file never ends a process with a traceback. A message names it, and it is made anew if the

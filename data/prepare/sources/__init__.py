@@ -1,9 +1,9 @@
 """Sources: one file for each input format, which turns the user's files into splits of examples.
 
 `data/prepare/catalog.py` lists the sources; the other files here are what several of them share.
-For arrays npz.py is an example, for rows csv.py. Each has `source(name, path, options)`, which
-returns a `Source`. It reads counts, names and types only. The examples are read while they are
-written, a few at a time.
+For arrays npz.py is an example, for rows of text csv.py, for rows with types parquet.py. Each has
+`source(name, path, options)`, which returns a `Source`. It reads counts, names and types only. The
+examples are read while they are written, a few at a time.
 """
 
 import gzip
