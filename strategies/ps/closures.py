@@ -42,11 +42,12 @@ class Closure:
     would look that up again for each closure, which takes longer than the rest of scheduling.
 
     Attributes:
+        function: The tf.function.
         trace_secs: The CPU time of this process in tracing; 0 before.
     """
 
     def __init__(self, function: tf.types.experimental.PolymorphicFunction) -> None:
-        self._function = function
+        self.function = function
         self._concrete: tf.types.experimental.ConcreteFunction | None = None
         self.trace_secs = 0.0
 
@@ -68,7 +69,7 @@ class Closure:
             started = time.process_time()
             # In the scope, as the coordinator would do it.
             with strategy.scope(), as_scheduled(strategy):
-                self._concrete = self._function.get_concrete_function()
+                self._concrete = self.function.get_concrete_function()
             self.trace_secs = time.process_time() - started
 
 

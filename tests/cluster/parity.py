@@ -205,6 +205,12 @@ CASES = {
         {"jit_compile": True, "micro_batches": 2}, model=build_random_model
     ),
     "plain: embedding": Case(model=build_model_with_embedding),
+    # Decays no variable without a gradient.
+    "weight_decay: embedding": Case(
+        {"weight_decay": WeightDecayConfig(rate=0.1)},
+        model=build_model_with_embedding,
+        like="plain: embedding",
+    ),
     # Of 1.1 MB, so the table stays on its parameter server.
     "plain: large embedding": Case(
         model=functools.partial(build_model_with_embedding, num_rows=70_000)

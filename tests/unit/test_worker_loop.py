@@ -70,7 +70,7 @@ class Desk:
         """Runs a worker loop on its assignments; returns its EndReason."""
         starts, tickets = tf.zeros([1], tf.int64), tf.constant([[[""], [""]]])
         end = tf.constant(END_OF_TICKETS, tf.int64)
-        return int(self.loop.graph(self.loop.inputs(SLOT, starts, end, tickets)))
+        return int(self.loop.closure.function(self.loop.inputs(SLOT, starts, end, tickets)))
 
     def messages(self) -> tuple[list[list[int]], list[float]]:
         """All that were sent, and their metric."""

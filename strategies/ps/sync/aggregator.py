@@ -341,6 +341,8 @@ class Aggregator:
         def apply() -> Tensor:
             gradients = self.buffers.begun(summed, state.step + 1)
             gradients = self.buffers.change_layer_state(gradients)
+            for index in {*range(self.learner.num_dense)} - {*self.buffers.present}:
+                gradients[index] = None  # As a replica of `mirrored` has it.
             return tf.cast(self.strategy.run(self.learner.apply, args=(gradients,)), tf.int64)
 
         step = tf.cond(is_complete, apply, lambda: state.step)

@@ -168,9 +168,10 @@ class SynchronousExecutor(ParameterServerExecutor):
         started = time.monotonic()
         plan = self._plan(num_steps)
         self._end_old_loops()
+        loop = self._traced_loop(num_steps)
         aggregator = in_background(lambda: self._aggregate(num_steps))
         try:
-            self._keep_loops_running(aggregator, plan, num_steps)
+            self._keep_loops_running(aggregator, plan, loop)
         except BaseException:
             if not aggregator.done():
                 with contextlib.suppress(tf.errors.OpError):  # Perhaps its ps was lost.
@@ -232,9 +233,9 @@ class SynchronousExecutor(ParameterServerExecutor):
         self,
         aggregator: concurrent.futures.Future[npt.NDArray[np.float64]],
         plan: tuple[Tensor, Tensor, Tensor],
-        num_rounds: int,
+        loop: WorkerLoop,
     ) -> None:
-        """Begins a loop for each worker slot, and again when it ends, until the rounds are done.
+        """Begins `loop` for each worker slot, and again when it ends, until the rounds are done.
 
         Sends a NUDGE when the step counter has not changed for `patience` seconds.
         """
@@ -243,7 +244,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         done: set[int] = set()  # Slots whose loop of this call ended with the last round.
         while not aggregator.done():
             for slot in self._slots_to_begin(done):
-                self._begin_loop(slot, plan, num_rounds)
+                self._begin_loop(slot, plan, loop)
             patience = max(_PATIENCE_SECS, 4 * self._secs_per_round)
             futures: list[concurrent.futures.Future[Any]] = [aggregator, *self._running.values()]
             timeout_secs = progressed + patience - time.monotonic()
@@ -276,8 +277,12 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._next_slot = (found[-1] + 1) % self._num_slots
         return found
 
-    def _begin_loop(self, slot: int, plan: tuple[Tensor, Tensor, Tensor], num_rounds: int) -> None:
-        # If the call began while workers were missing, each assignment is the last of its loop.
+    def _traced_loop(self, num_rounds: int) -> WorkerLoop:
+        """The loop for a call of `num_rounds`.
+
+        It is traced before the aggregator, which changes only variables that have gradients.
+        """
+        # If the call begins while workers are missing, each assignment is the last of its loop.
         num_rounds = num_rounds if self._seen_workers is None else 1
         loop = self._long_loop if num_rounds >= _LONG * _UNROLLED else self._short_loop
         if self._sent_loops and loop not in self._sent_loops and not self._may_send_graph():
@@ -286,9 +291,14 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._sent_loops.add(loop)
             self._used_graphs.add(f"worker loop, {loop.num_unrolled}")
             self._secs_per_round = _FIRST_ROUND_SECS
+        with tf.device(self.io_device):
+            loop.closure.trace(self.strategy)
+        return loop
+
+    def _begin_loop(self, slot: int, plan: tuple[Tensor, Tensor, Tensor], loop: WorkerLoop) -> None:
         inputs = loop.inputs(slot, *plan)
         with tf.device(self.io_device):
-            ending = self._coordinator.schedule(loop.graph, args=(inputs,))
+            ending = loop.closure.schedule(self._coordinator, inputs)
         self._running[slot] = in_background(lambda: int(fetched(ending)))
 
     def _take_ended(self) -> dict[int, int]:

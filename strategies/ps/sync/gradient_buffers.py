@@ -50,6 +50,7 @@ class GradientBuffers:
         locks: The locks of each worker slot, one on each of `devices`, resources.
         sent: The variables whose gradients, or changes, workers send: `num_dense` dense ones, then
             the parts of tables.
+        present: The indices of the dense ones that have gradients: all, until a loop is traced.
         num_totals: The size of the metric totals of a gradient and, with virtual replicas, of the
             digests of all parts: float64.
         name: Unique; for resources with names on workers.
@@ -68,6 +69,7 @@ class GradientBuffers:
         place = learner.num_dense
         self.sent = [*learner.variables[:place], *self._state, *learner.variables[place:]]
         self.num_dense = place + len(self._state)
+        self.present = list(range(self.num_dense))
         self._gradients: list[tf.Variable] = []
         self._are_small: list[bool] = []
         self._tags: dict[str, tf.Variable] = {}

@@ -1,7 +1,7 @@
 """What a worker of synchronous parameter servers runs: a loop that takes assignments.
 
     loop = WorkerLoop(learner, source, strategy, compression, buffers, lanes, num_unrolled=4)
-    coordinator.schedule(loop.graph, args=(loop.inputs(slot, starts, end, tickets),))
+    loop.closure.schedule(coordinator, loop.inputs(slot, starts, end, tickets))
 
 A `tf.while_loop` that spans two processes costs three control messages an iteration, besides the
 two messages that carry variables and gradients. So the loop can be unrolled: one iteration then
@@ -22,6 +22,7 @@ from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import Bucket, buckets, read_together
 from strategies.gradients.compression import Compression
 from strategies.gradients.parts import Share
+from strategies.ps.closures import Closure
 from strategies.ps.protocol import (
     END,
     NONE,
@@ -74,8 +75,8 @@ class WorkerLoop:
         return _Inputs(queue, locks, tf.constant(slot, tf.int64), starts, end, tickets)
 
     @functools.cached_property
-    def graph(self) -> tf.types.experimental.PolymorphicFunction:
-        """A tf.function of `inputs`.
+    def closure(self) -> Closure:
+        """A function of `inputs`; says, once it is traced, which `buffers` have gradients.
 
         It returns the EndReason of its last assignment: FINAL or GIVES_WAY.
         """
@@ -122,7 +123,7 @@ class WorkerLoop:
             with tf.control_dependencies([sent]):
                 return tf.identity(row[_END_REASON])
 
-        return loop
+        return Closure(loop)
 
     def _do_assignment(
         self, inputs: _Inputs, worker: Tensor, former: Tensor | None
@@ -149,7 +150,7 @@ class WorkerLoop:
         is_computed = (assignment.attempt >= 0) & tf.not_equal(assignment.step, NONE)
         variables, num_dense = buffers.sent, buffers.num_dense
         parts = variables[num_dense:]
-        present: list[int] = []  # The indices of dense gradients that are not None.
+        present = buffers.present
 
         def compute() -> _BranchResult:
             batch = self._batch(assignment.sub_batch, inputs.starts, inputs.tickets)
