@@ -23,7 +23,6 @@ from tests.unit.test_goodput import BEGAN, steps, write_process
 from trainer import run_files
 from trainer.report import page as report_page
 from trainer.report.drawing import Curve, bars, plot, strip
-from trainer.report.examples import classifying
 from trainer.report.page import render
 from trainer.report.series import RunSeries
 from trainer.run_files import read_reports
@@ -160,7 +159,7 @@ def test_reports_of_a_long_run_are_read_once_and_make_a_small_page(
 
     monkeypatch.setattr(run_files, "open_file", opening)
     run = RunSeries(str(write_run(tmp_path / "run", num_steps=30_000, every_steps=10)))
-    assert len(render([run], {run.model_dir: lambda: "no"})) < 500_000
+    assert len(render([run], {run.model_dir: "no"})) < 500_000
     assert opened.count("metrics.jsonl") == 1
 
 
@@ -173,7 +172,7 @@ def test_page_says_if_the_input_limits_the_run(tmp_path: Path, wait: float) -> N
     reports = [{"step": step, "split": "train", "loss": 1.0, **rate} for step in (50, 100)]
     path.write_text("".join(json.dumps(report) + "\n" for report in reports))
     run = RunSeries(str(path.parent))
-    text = render([run], {run.model_dir: lambda: "no"})
+    text = render([run], {run.model_dir: "no"})
     said = "It gives 800 examples/s; the model would take about 1,600."
     assert (said in text) == (wait > 0.05)
     assert "input_wait over steps" not in text, "it is no metric"
@@ -227,7 +226,7 @@ def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
 
 def test_time_of_each_task_adds_up_in_the_table(tmp_path: Path) -> None:
     run = RunSeries(str(write_run(tmp_path / "run", num_steps=2000, every_steps=10)))
-    text = render([run], {run.model_dir: lambda: "no"})
+    text = render([run], {run.model_dir: "no"})
     rows = re.findall(r"<tr><td>(?:chief|worker|ps)-\d.*?</tr>", text, re.DOTALL)
     assert len(rows) == 8
     for row in rows:
@@ -275,35 +274,13 @@ def test_missing_config_file_is_said_in_the_page(tmp_path: Path) -> None:
     assert "<b>" not in found[1]
 
 
-def write_run_of(code: str, directory: Path) -> Path:
-    """A run whose config file is `code`."""
-    run = write_run(directory / "run", num_steps=200, every_steps=10)
-    (directory / "config.py").write_text(code)
-    document = json.loads((run / "config.json").read_text())
-    document["recipe"] = str(directory / "config.py")
-    (run / "config.json").write_text(json.dumps(document))
-    return run
-
-
-def test_error_does_not_wait_for_the_model(tmp_path: Path) -> None:
-    run = write_run_of("import time\ntime.sleep(1000)\n", tmp_path)
-    began = time.monotonic()
-
-    def stop() -> None:
-        with classifying() as find:
-            find(str(run))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stop()
-    assert time.monotonic() - began < 500
-
-
-@pytest.mark.slow
-def test_process_that_runs_the_model_may_die(tmp_path: Path) -> None:
-    run = write_run_of("import os\nos._exit(1)\n", tmp_path)
-    report(str(run))
-    assert "Not shown: the process that ran the model died" in (run / "report.html").read_text()
+def test_damaged_run_is_named_before_a_model_runs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, num_steps=200, every_steps=10) for name in "ab"]
+    (runs[1] / "config.json").write_text("{")
+    done = report(*map(str, runs), check=False)
+    assert done.returncode == 2
+    assert f"{runs[1]}/config.json" in done.stderr
+    assert "| tensorflow\n" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """What the report says about a classifier equals what its model predicts."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import trainer
 from data.prepare.preparing import prepare
 from data.tfrecord.split import batched_records, open_split
 from tests.commands import run_python
-from trainer.report.examples import Classified, classified
+from trainer.report.examples import Classified, classified, classified_or_reason
 
 NAMES = [f"the {i}" for i in range(10)]
 
@@ -25,6 +27,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> trainer.Result:
     return trainer.train(
         "digits", data_dir=directory / "digits", model_dir=directory / "run", train_steps=10
     )
+
+
+FAILING = """from configs import digits
+from configs.digits import get_config
+
+def build_model(config):
+    model = digits.build_model(config)
+    model.call = lambda *args, **kwargs: 1 / 0
+    return model
+"""
 
 
 def directory_of(run: trainer.Result) -> Path:
@@ -65,7 +77,8 @@ def test_counts_and_worst_examples_are_those_of_the_model(
 @pytest.mark.slow
 def test_page_shows_the_names_of_the_classes(run: trainer.Result, found: Classified) -> None:
     assert found.class_names == NAMES
-    run_python("-m", "trainer.report", run.model_dir, check=True)
+    done = run_python("-m", "trainer.report", run.model_dir, check=True)
+    assert done.stderr == "", "TensorFlow prints nothing"
     page = (directory_of(run) / "run" / "report.html").read_text()
     worst = found.worst[0]
     assert f"{NAMES[worst.label]}, taken for {NAMES[worst.predicted]}<br>" in page
@@ -80,3 +93,14 @@ def test_class_without_a_name_is_shown_by_its_number(run: trainer.Result) -> Non
         assert classified(run.model_dir).class_names == []
     finally:
         path.write_text("\n".join(NAMES) + "\n")
+
+
+def test_error_of_the_model_is_a_reason(run: trainer.Result, tmp_path: Path) -> None:
+    shutil.copytree(run.model_dir, tmp_path / "run")
+    (tmp_path / "failing.py").write_text(FAILING)
+    path = tmp_path / "run" / "config.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "recipe": str(tmp_path / "failing.py")}))
+    reason = classified_or_reason(str(tmp_path / "run"))
+    assert isinstance(reason, str)
+    assert reason.startswith("ZeroDivisionError: ")

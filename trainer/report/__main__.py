@@ -7,7 +7,6 @@ Curves over steps and over time, where the time of each task went, what each wor
 data accounting, predictions, and the differences of configs and versions.
 """
 
-import contextlib
 from collections.abc import Sequence
 
 from absl import flags
@@ -15,7 +14,7 @@ from absl import flags
 from data.system.files import join, replace_file, shown
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.report.examples import Pending, classifying
+from trainer.report.examples import Classified, classified_or_reason
 from trainer.report.page import render
 from trainer.report.series import RunSeries
 from trainer.run_record.tools import require_run, run_tool
@@ -51,18 +50,8 @@ def main(argv: Sequence[str]) -> int:
     given, model_dirs = flags.FLAGS, argv[1:]
     for model_dir in model_dirs:
         require_run(model_dir)
-    with contextlib.ExitStack() as stack:
-        # TensorFlow is imported, and the models run, while this process reads and draws the rest.
-        find = None if given.no_examples else stack.enter_context(classifying())
-
-        def pending(model_dir: str) -> Pending:
-            if find is None:
-                return lambda: "--no_examples was given"
-            reason = "" if given.trust else doubt(model_dir)
-            return (lambda: reason) if reason else find(model_dir)
-
-        classifiers = {model_dir: pending(model_dir) for model_dir in model_dirs}
-        text = render([RunSeries(model_dir) for model_dir in model_dirs], classifiers)
+    runs = [RunSeries(model_dir) for model_dir in model_dirs]  # First: it takes less time.
+    text = render(runs, {model_dir: _classifier(model_dir) for model_dir in model_dirs})
     path = given.output or join(model_dirs[0], _NAME)
     try:
         replace_file(path, text.encode())
@@ -73,6 +62,13 @@ def main(argv: Sequence[str]) -> int:
         ) from None
     print(shown(path))
     return EXIT_DONE
+
+
+def _classifier(model_dir: str) -> Classified | str:
+    if flags.FLAGS.no_examples:
+        return "--no_examples was given"
+    reason = "" if flags.FLAGS.trust else doubt(model_dir)
+    return reason or classified_or_reason(model_dir)
 
 
 if __name__ == "__main__":

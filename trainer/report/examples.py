@@ -1,10 +1,6 @@
 """A classifier on its evaluation split: the confusion matrix, and the worst examples.
 
     found = classified("runs/a")        # restores the newest checkpoint, and runs the model
-    with classifying() as find:         # the same in another process
-        pending = find("runs/a")
-        ...
-        found = pending()
 
 The worst examples are those whose label got the least probability. Outputs that are not
 probabilities are taken as logits. The weights are those of the evaluation: averages, if the run has
@@ -12,23 +8,16 @@ them.
 """
 
 import base64
-import contextlib
-import html
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from data.example_features import class_names, read_features
 from data.features import labels_used
 from data.system.errors import TrainerError
 from data.system.files import exists, join
 from trainer.config import ConfigError, data_dir
+from trainer.exit_codes import first_line
 from trainer.run_record.tools import prepare_tensorflow
-from trainer.tf_setup import configure_logging
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,48 +65,15 @@ class Classified:
         return sum(row[i] for i, row in enumerate(self.confusion)) / max(1, self.num_examples)
 
 
-# Waits for the predictions of a run, or for the reason why there are none.
-Pending: TypeAlias = Callable[[], Classified | str]
-
-
-@contextlib.contextmanager
-def classifying() -> Iterator[Callable[[str], Pending]]:
-    """Gives a function that starts `classified` in another process, for one run after another."""
-    others = {*multiprocessing.active_children()}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process) as pool:
-
-        def find(model_dir: str) -> Pending:
-            future = pool.submit(_classified_or_reason, model_dir)
-
-            def found() -> Classified | str:
-                try:
-                    return future.result()
-                except BrokenProcessPool:  # For example, the memory was not enough.
-                    return "the process that ran the model died"
-
-            return found
-
-        try:
-            yield find
-        except BaseException:  # Otherwise the end waits for an evaluation.
-            for process in {*multiprocessing.active_children()} - others:
-                process.kill()
-            raise
-
-
-def _begin_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # After Ctrl-C only the other process prints.
-    configure_logging()
-    prepare_tensorflow()
-
-
-def _classified_or_reason(model_dir: str) -> Classified | str:
+def classified_or_reason(model_dir: str) -> Classified | str:
+    """Returns `classified`, or the reason why the model has no results. Imports TensorFlow."""
     try:
+        prepare_tensorflow()
         return classified(model_dir)
     except TrainerError as error:
-        # The page escapes it again.
-        return html.unescape(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        return first_line(error)
+    except Exception as error:  # A user's code, which may fail in any way.
+        return f"{type(error).__name__}: {first_line(error)}"
 
 
 def classified(model_dir: str) -> Classified:

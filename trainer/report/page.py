@@ -1,7 +1,6 @@
 """The page of one run or several: what it shows, put into the template page.html.
 
-    with classifying() as find:
-        text = render([RunSeries("runs/a")], {"runs/a": find("runs/a")})
+    text = render([RunSeries("runs/a")], {"runs/a": classified("runs/a")})
 
 The page is one file. It has no script and loads nothing.
 """
@@ -16,7 +15,7 @@ from markupsafe import Markup
 from data.system.stopwatch import CAUSES
 from trainer.hooks.input_limit import limit_of
 from trainer.report.drawing import Curve, Points, bars, cause_class, plot, strip
-from trainer.report.examples import Classified, Pending
+from trainer.report.examples import Classified
 from trainer.report.series import RunSeries
 from trainer.run_files import clock
 from trainer.run_record.goodput import TaskTime
@@ -41,8 +40,11 @@ _MEANINGS = {
 }
 
 
-def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Pending]) -> str:
-    """Returns the page as HTML. `classifiers` wait for the predictions of each run's model."""
+def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Classified | str]) -> str:
+    """Returns the page as HTML.
+
+    `classifiers`: by directory, the results of each run's model, or why there are none.
+    """
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = importlib.resources.files("trainer.report").joinpath("page.html").read_text()
     documents = [run.summary for run in runs]
@@ -94,7 +96,7 @@ def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> tup
     return title, plot(title, curves, is_time=is_time)
 
 
-def _run_page(run: RunSeries, pending: Pending) -> dict[str, Any]:
+def _run_page(run: RunSeries, found: Classified | str) -> dict[str, Any]:
     """The sections of one run."""
     restarts, limit = run.restarts(), limit_of(run.of("train"))
     curves = {"share of each worker": run.share_curve, "mean staleness": run.staleness_curve}
@@ -112,7 +114,6 @@ def _run_page(run: RunSeries, pending: Pending) -> dict[str, Any]:
         "resizes": (resizes := run.resizes())[-_MOST_RESTARTS:],
         "num_resizes": len(resizes),
     }
-    found = pending()  # Last: all above is made while the model runs in another process.
     if isinstance(found, str):
         return page | {"no_classifier": found}
     return page | {"classifier": found, "confusion": _confusion(found)}
