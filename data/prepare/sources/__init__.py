@@ -3,7 +3,8 @@
 `data/prepare/catalog.py` lists the sources; the other files here are what several of them share.
 For arrays npz.py is an example, for rows of text csv.py, for rows with types parquet.py. Each has
 `source(name, path, options)`, which returns a `Source`. It reads counts, names and types only. The
-examples are read while they are written, a few at a time.
+examples are read while they are written, a few at a time; sets of small images, such as MNIST, are
+held in memory.
 """
 
 import gzip

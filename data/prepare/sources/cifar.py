@@ -2,27 +2,22 @@
 
 https://www.cs.toronto.edu/~kriz/cifar.html. Images are 32x32 pixels of three colour planes, red
 first. The files are records of one label byte (CIFAR-100: two, coarse then fine) and 3,072 pixel
-bytes. A file with .gz, in which each file may be compressed, is held in memory while its images are
-written.
+bytes. Each file may be compressed, with .gz. The images are held in memory while they are written.
 """
 
-import functools
-import gzip
 import itertools
 import os
 import tarfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from data.prepare.sources import Options, Source, joined
-from data.prepare.sources.examples import Classes, ImageSplit, array_split, labelled_images
+from data.prepare.sources import Options, Source
+from data.prepare.sources.examples import Classes, file_bytes, labelled_images
 from data.system.files import DataError
 
-_SHAPE = (32, 32, 3)
 _IMAGE_BYTES = 32 * 32 * 3
 _AGAIN = "Unpack the archive again."
 _URL = "https://www.cs.toronto.edu/~kriz/"
@@ -63,15 +58,18 @@ def source(name: str, path: str, options: Options) -> Source:
     kind = _KINDS[name]
     is_partial = bool(options.allow_partial)
     where = _find(name, kind, path, is_partial)
-    load = functools.partial(_batch, len(kind.labels), is_partial)
+    num_labels = len(kind.labels)
     splits, notes = {}, []
     for split, files in kind.files.items():
         found = {file: _file(where, file) for file in files}
-        splits[split] = _split([path for path in found.values() if path], load)
+        parts = [_records(path, num_labels, is_partial) for path in found.values() if path]
+        records = np.concatenate(parts)
+        planes = records[:, num_labels:].reshape(-1, 3, 32, 32)
+        splits[split] = planes.transpose(0, 2, 3, 1), records[:, :num_labels]
         absent = [file for file, path in found.items() if not path]
         missing = f" without {', '.join(absent)}" if absent else ""
         if is_partial:
-            notes.append(f"{split}: {splits[split].num_examples:,} images{missing}")
+            notes.append(f"{split}: {len(records):,} images{missing}")
     labels = {}
     for key, (num_classes, names_file) in kind.labels.items():
         names = _names(_file(where, names_file))
@@ -79,7 +77,7 @@ def source(name: str, path: str, options: Options) -> Source:
             needed = f"needed are {num_classes}"
             raise DataError(f"{where} names {len(names)} classes of {key}; {needed}. {_AGAIN}")
         labels[key] = Classes(num_classes, names)
-    return labelled_images(name, _SHAPE, labels, splits, options)._replace(notes=notes)
+    return labelled_images(name, splits, labels, options)._replace(notes=notes)
 
 
 def _file(where: str, name: str) -> str:
@@ -116,20 +114,10 @@ def _find(name: str, kind: _Kind, directory: str, is_partial: bool) -> str:
     )
 
 
-def _split(paths: Sequence[str], load: Callable[[str], ImageSplit]) -> ImageSplit:
-    counts = [load(path).num_examples for path in paths]
-    rows = joined(counts, lambda number, low, high: load(paths[number]).rows(low, high))
-    return ImageSplit(sum(counts), rows)
-
-
-def _batch(num_labels: int, is_partial: bool, path: str) -> ImageSplit:
+def _records(path: str, num_labels: int, is_partial: bool) -> npt.NDArray[np.uint8]:
     """The records of a file; with `is_partial`, without the part of a record at its end."""
     record_bytes = num_labels + _IMAGE_BYTES
-    content: npt.NDArray[np.uint8]
-    if path.endswith(".gz"):
-        content = np.frombuffer(_read(path), np.uint8)
-    else:
-        content = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.zeros(0, np.uint8)
+    content = file_bytes(path)
     num_records, num_more = divmod(len(content), record_bytes)
     if (num_more and not is_partial) or not num_records:
         partial = " Or add --allow_partial, which takes the complete records." * bool(num_records)
@@ -137,21 +125,10 @@ def _batch(num_labels: int, is_partial: bool, path: str) -> ImageSplit:
             f"{path} has {len(content):,} bytes, not a multiple of the {record_bytes:,} bytes of a "
             f"record. {_AGAIN}{partial}"
         )
-    records = content[: num_records * record_bytes].reshape(-1, record_bytes)
-    planes = records[:, num_labels:].reshape(-1, 3, 32, 32)
-    return array_split(planes.transpose(0, 2, 3, 1), records[:, :num_labels])
-
-
-def _read(path: str) -> bytes:
-    """The content of a file, which is compressed if its name ends with .gz."""
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            return file.read()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is damaged: {error}. {_AGAIN}") from None
+    return content[: num_records * record_bytes].reshape(-1, record_bytes)
 
 
 def _names(path: str) -> tuple[str, ...]:
     """The names of classes in the file at `path`; empty if `path` is."""
-    lines = _read(path).decode().splitlines() if path else []
+    lines = file_bytes(path).tobytes().decode().splitlines() if path else []
     return tuple(line.strip() for line in lines if line.strip())

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data.prepare.sources import Options, Source
-from data.prepare.sources.examples import Classes, array_split, labelled_images
+from data.prepare.sources.examples import Classes, labelled_images
 
 _FILE = Path(__file__).with_name("digits.csv.gz")
 _NUM_TEST = 360
@@ -32,8 +32,5 @@ def source(name: str, path: str, options: Options) -> Source:
         rank[of_digit] = np.arange(len(of_digit))
     test = np.zeros(len(labels), bool)
     test[np.argsort(-(rank % 5), kind="stable")[:_NUM_TEST]] = True
-    splits = {
-        "train": array_split(images[~test], labels[~test]),
-        "test": array_split(images[test], labels[test]),
-    }
-    return labelled_images(name, (8, 8, 1), {"label": Classes(10)}, splits, options)
+    splits = {"train": (images[~test], labels[~test]), "test": (images[test], labels[test])}
+    return labelled_images(name, splits, {"label": Classes(10)}, options)

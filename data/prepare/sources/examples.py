@@ -9,31 +9,28 @@ The nodes have the form of tensorflow-datasets (tensorflow_datasets/core/proto/f
 
 import bisect
 import functools
+import gzip
+import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from data.prepare.sources import Options, Source, SourceSplit
+from data.prepare.sources import Options, Source, SourceSplit, open_unpacked
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
 from data.tfrecord.examples import example_bytes
 
 Node = Mapping[str, object]
-# The pixels of an image, uint8 [H, W, C], and a class for each label.
-ImageRow = tuple[bytes, Sequence[int]]
+# The images of a split, uint8 [N, H, W, C], and their classes, [N], or [N, L] for L labels.
+ImageArrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
 
 _CLASSES = "tensorflow_datasets.core.features."
-
-
-class ImageSplit(NamedTuple):
-    """Images of one shape. `rows(first, last)` yields images first..last-1 with their labels."""
-
-    num_examples: int
-    rows: Callable[[int, int], Iterator[ImageRow]]
 
 
 class Classes(NamedTuple):
@@ -47,30 +44,32 @@ class Classes(NamedTuple):
         return np.array([bisect.bisect_left(self.names, name) for name in names], np.int64)
 
 
-def array_split(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.integer]) -> ImageSplit:
-    """The split of `images` [N, H, W, C] with `labels` [N], or [N, L] for L labels of an image."""
+def file_bytes(path: str) -> npt.NDArray[np.uint8]:
+    """The bytes of a file: mapped, or in memory if it is a GZIP file, which is decompressed.
 
-    def rows(first: int, last: int) -> Iterator[ImageRow]:
-        classes = labels.reshape(len(labels), -1)
-        for pixels, row_classes in zip(images[first:last], classes[first:last], strict=True):
-            yield pixels.tobytes(), row_classes.tolist()
-
-    return ImageSplit(len(images), rows)
+    Raises DataError if it is damaged.
+    """
+    with open_unpacked(path) as file:
+        if isinstance(file, io.BufferedReader) and os.path.getsize(path):  # Not packed.
+            return np.memmap(path, np.uint8, "r")
+        try:
+            return np.frombuffer(file.read(), np.uint8)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(
+                f"{path} is a damaged GZIP file ({error}): download or unpack it again."
+            ) from None
 
 
 def labelled_images(
-    name: str,
-    shape: tuple[int, int, int],
-    labels: Mapping[str, Classes],
-    splits: Mapping[str, ImageSplit],
-    options: Options,
+    name: str, splits: Mapping[str, ImageArrays], labels: Mapping[str, Classes], options: Options
 ) -> Source:
     """A source of images of one shape as raw pixels, which need no decoding.
 
-    `labels`: in the order of the classes in a row. Layout "tfds" has `image` and the labels. Layout
-    "image_raw" has `image_raw`, `pixels`, `height`, `width`, `depth` and the labels, as TensorFlow
-    1's MNIST programs wrote them.
+    `labels`: in the order of the columns of the arrays. Layout "tfds" has `image` and the labels.
+    Layout "image_raw" has `image_raw`, `pixels`, `height`, `width`, `depth` and the labels, as
+    TensorFlow 1's MNIST programs wrote them.
     """
+    shape = next(iter(splits.values()))[0].shape[1:]
     image_key, num_pixels = "image", math.prod(shape)
     sizes: dict[str, int] = {}
     if options.layout == "image_raw":
@@ -78,9 +77,10 @@ def labelled_images(
         sizes = dict(zip(("pixels", "height", "width", "depth"), (num_pixels, *shape), strict=True))
 
     def records(split_name: str, first: int, last: int) -> Iterator[bytes]:
-        rows = splits[split_name].rows(first, last)
-        for number, (pixels, row_classes) in enumerate(rows, first):
-            named = dict(zip(labels, row_classes, strict=True))
+        images, classes = splits[split_name]
+        rows = classes.reshape(len(images), len(labels))[first:last].tolist()
+        for number, row in enumerate(rows, first):
+            named = dict(zip(labels, row, strict=True))
             for key, value in named.items():
                 if not 0 <= value < labels[key].num_classes:
                     raise DataError(
@@ -88,14 +88,13 @@ def labelled_images(
                         f"needed is 0 to {labels[key].num_classes - 1}. The source is damaged, "
                         "or of another data set."
                     )
-            yield example_bytes({image_key: pixels, **sizes, **named})
+            yield example_bytes({image_key: images[number].tobytes(), **sizes, **named})
 
     nodes = {image_key: tensor("uint8", shape), **{key: scalar("int64") for key in sizes}}
     source_splits = {}
-    for key, split in splits.items():
-        num_bytes = split.num_examples * (num_pixels + 50)
-        examples = functools.partial(records, key)
-        source_splits[key] = SourceSplit(split.num_examples, num_bytes, examples)
+    for key, (images, _) in splits.items():
+        num_bytes = len(images) * (num_pixels + 50)
+        source_splits[key] = SourceSplit(len(images), num_bytes, functools.partial(records, key))
     return Source(name, source_splits, feature_files(nodes, labels))
 
 

@@ -3,21 +3,21 @@
 Four files: {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or with .gz. EMNIST has several such
 sets, emnist-letters-{train,test}-... and others. Each file is a big-endian header (two zero bytes,
 8 for uint8, the number of dimensions, then each dimension's size as uint32) and the bytes:
-http://yann.lecun.com/exdb/mnist, "File formats". Labels are held in memory, one byte an example;
-images are read one by one.
+http://yann.lecun.com/exdb/mnist, "File formats". A file with .gz is held in memory while it is
+written.
 """
 
-import gzip
 import itertools
 import math
 import os
 import re
 import struct
-import zlib
-from collections.abc import Iterator
 
-from data.prepare.sources import Options, Source, open_unpacked, typed_path
-from data.prepare.sources.examples import Classes, ImageRow, ImageSplit, labelled_images
+import numpy as np
+import numpy.typing as npt
+
+from data.prepare.sources import Options, Source, typed_path
+from data.prepare.sources.examples import Classes, file_bytes, labelled_images
 from data.system.files import DataError
 
 DOWNLOADS = {
@@ -29,56 +29,33 @@ _SPLITS = {"train": "train", "test": "t10k"}
 _PREFIX = re.compile(r"((?:.+-)?)(?:train|test|t10k)-(?:images|labels)[-.]idx[13]-ubyte(?:\.gz)?")
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 FILES = ", ".join(f"{prefix}-{_IMAGES}.gz, {prefix}-{_LABELS}.gz" for prefix in _SPLITS.values())
-_BLOCK_BYTES = 1 << 20
-_HEADER_BYTES = {1: 8, 3: 16}  # By the number of dimensions.
 
 
 def source(name: str, path: str, options: Options) -> Source:
     """The IDX files in directory `path`, as splits train and test, images uint8 [H, W, 1]."""
     splits = {}
-    shapes = {}
-    num_classes = 1
     before = _prefix(name, path)
     for split, prefix in _SPLITS.items():
         images, labels = (_find(path, before, prefix, kind) for kind in (_IMAGES, _LABELS))
-        num_images, height, width = _checked_shape(images, 3)
-        (num_labels,) = _checked_shape(labels, 1)
-        if num_images != num_labels:
+        pixels, classes = _array(images, 3)[..., np.newaxis], _array(labels, 1)
+        if len(pixels) != len(classes):
             raise DataError(
-                f"Split {split!r} of {name} has {num_images} images and {num_labels} labels: "
+                f"Split {split!r} of {name} has {len(pixels)} images and {len(classes)} labels: "
                 "the two files do not belong together."
             )
-        with open_unpacked(labels) as file:
-            file.seek(_HEADER_BYTES[1])
-            classes = file.read()
-        shapes[split] = height, width, 1
-        num_classes = max(num_classes, 1 + max(classes, default=0))
-        splits[split] = _image_split(images, height * width, classes)
+        splits[split] = pixels, classes
+    shapes = {split: pixels.shape[1:] for split, (pixels, _) in splits.items()}
     if shapes["train"] != shapes["test"]:
         raise DataError(f"The splits of {name} have images of different shapes: {shapes}")
-    return labelled_images(name, shapes["train"], {"label": Classes(num_classes)}, splits, options)
+    num_classes = 1 + max(int(classes.max(initial=0)) for _, classes in splits.values())
+    return labelled_images(name, splits, {"label": Classes(num_classes)}, options)
 
 
-def _image_split(path: str, image_bytes: int, classes: bytes) -> ImageSplit:
-    def rows(first: int, last: int) -> Iterator[ImageRow]:
-        with open_unpacked(path) as file:
-            file.seek(_HEADER_BYTES[3] + first * image_bytes)
-            for number in range(first, last):
-                yield file.read(image_bytes), (classes[number],)
-
-    return ImageSplit(len(classes), rows)
-
-
-def _checked_shape(path: str, dimensions: int) -> tuple[int, ...]:
-    """The shape in the file's header, after checking that all bytes are there."""
-    header_bytes = _HEADER_BYTES[dimensions]
-    try:
-        with open_unpacked(path) as file:
-            header = file.read(header_bytes)
-            blocks = iter(lambda: file.read(_BLOCK_BYTES), b"")
-            num_bytes = len(header) + sum(map(len, blocks))
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path} is a damaged GZIP file ({error}): download it again.") from None
+def _array(path: str, dimensions: int) -> npt.NDArray[np.uint8]:
+    """The contents of a file, after checking its header and that all bytes are there."""
+    content = file_bytes(path)
+    header_bytes = 4 + 4 * dimensions
+    header = content[:header_bytes].tobytes()
     expected = bytes([0, 0, 8, dimensions])
     if header[:4] != expected:
         raise DataError(
@@ -88,12 +65,12 @@ def _checked_shape(path: str, dimensions: int) -> tuple[int, ...]:
         )
     shape = struct.unpack_from(f">{dimensions}I", header.ljust(header_bytes, b"\0"), 4)
     needed = header_bytes + math.prod(shape)
-    if num_bytes != needed:
+    if len(content) != needed:
         raise DataError(
             f"{path} says it holds {' x '.join(map(str, shape))} bytes, which makes "
-            f"{needed:,} with its header; it has {num_bytes:,}. Download it again."
+            f"{needed:,} with its header; it has {len(content):,}. Download it again."
         )
-    return shape
+    return content[header_bytes:].reshape(shape)
 
 
 def _prefix(name: str, directory: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.io
 
 from data.prepare.sources import Options, Source
-from data.prepare.sources.examples import Classes, ImageSplit, array_split, labelled_images
+from data.prepare.sources.examples import Classes, ImageArrays, labelled_images
 from data.system.files import DataError
 
 _SHAPE = (32, 32, 3)
@@ -33,17 +33,17 @@ def source(name: str, path: str, options: Options) -> Source:
     for split in ("train", "test", "extra"):
         file = os.path.join(path, f"{split}_32x32.mat")
         if os.path.isfile(file):
-            splits[split] = _image_split(file)
+            splits[split] = _arrays(file)
         elif split != "extra":
             raise DataError(
                 f"{path} has no {split}_32x32.mat. Bring train_32x32.mat and test_32x32.mat "
                 f"(and extra_32x32.mat, if wanted), then: python -m data.prepare {name} "
                 "--source=DIR"
             )
-    return labelled_images(name, _SHAPE, {"label": Classes(10)}, splits, options)
+    return labelled_images(name, splits, {"label": Classes(10)}, options)
 
 
-def _image_split(path: str) -> ImageSplit:
+def _arrays(path: str) -> ImageArrays:
     # A wrong data type in a damaged file makes SciPy 1.17 read at a random address and die of
     # SIGSEGV. So another process reads the file first.
     tried = subprocess.run(
@@ -71,4 +71,4 @@ def _image_split(path: str) -> ImageSplit:
         raise DataError(f"{path}: y holds no real numbers.")
     if not np.isin(labels, range(1, 11)).all():
         raise DataError(f"{path} has labels other than 1 to 10: it is not SVHN's.")
-    return array_split(pixels.transpose(3, 0, 1, 2), labels.astype(np.int64) % 10)
+    return pixels.transpose(3, 0, 1, 2), labels.astype(np.int64) % 10
