@@ -125,7 +125,7 @@ def test_training_step_of_one_replica_has_only_the_ops_of_the_learner_and_a_sum(
 @pytest.mark.parametrize("num_unrolled", [1, 4])
 def test_worker_loop_has_no_op_of_a_mode_that_is_off(num_unrolled: int) -> None:
     on, off = (
-        Desk(num_unrolled, Compression(), number).loop.graph.get_concrete_function()
+        Desk(num_unrolled, Compression(), number).loop.closure.function.get_concrete_function()
         for number in (2, 0)
     )
     assert kinds(on.graph) >= OF_THE_MODE

@@ -94,9 +94,11 @@ class Update(Differentiation):
 
         A variable whose gradient is None stays as it is. Returns the new count; under asynchronous
         ps other workers may have counted too. Called in replica context. Random numbers must not
-        come from tf.random here: its stateless ops give others in a program of XLA. Keras' `optimizer.apply` is not used: it would sum over replicas again,
-        clip before that sum, and lose counts under ps. `update_step` is Keras' public extension
-        point for the formula alone; fused_updates.py has some of them as one op.
+        come from tf.random here: its stateless ops give others in a program of XLA.
+
+        Keras' `optimizer.apply` is not used: it would sum over replicas again, clip before that
+        sum, and lose counts under ps. `update_step` is Keras' public extension point for the
+        formula alone; fused_updates.py has some of them as one op.
         """
         # On the device of the counter, so that a ps task needs no tensor of the worker.
         with tf.device(self.step.device):
