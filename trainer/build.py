@@ -216,16 +216,15 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
 
 def _options(config: Config, adopted: Adopted) -> Options:
     """The options of `config`, with the settings that the user gave to the optimizer instead."""
-    options = Options(
-        jit_compile=config.jit_compile is True,
-        marks_changed_rows=config.complete_checkpoint_every > 1,
-        last_step=config.train_steps,
-        log_every_steps=config.log_every_steps,
-    )
-    for item in dataclasses.fields(StepOptions):
-        ours, theirs = getattr(config, item.name), getattr(adopted.options, item.name)
-        is_group = dataclasses.is_dataclass(ours)
-        setattr(options, item.name, _merged(item.name, ours, theirs) if is_group else ours)
+    options = Options()
+    for name in (field.name for field in dataclasses.fields(Options)):
+        if hasattr(config, name):
+            ours, theirs = getattr(config, name), getattr(adopted.options, name, None)
+            is_group = dataclasses.is_dataclass(ours)
+            setattr(options, name, _merged(name, ours, theirs) if is_group else ours)
+    options.jit_compile = config.jit_compile is True
+    options.marks_changed_rows = config.complete_checkpoint_every > 1
+    options.last_step = config.train_steps
     options.clip.check()
     return options
 
