@@ -23,8 +23,8 @@ keeps both), or if the options differ. --overwrite writes the data set again.
 
 Examples are read as they are written, so memory does not grow with their number. Exceptions: 8
 bytes of each example for the index, some bytes of each row of a table, the paths of images in
-folders and of text files, the labels of IDX files, and the files of SVHN. What a function of Python
-returns is first written to TMPDIR.
+folders and of text files, and the images of IDX, CIFAR and SVHN. What a function of Python returns
+is first written to TMPDIR.
 """
 
 import os

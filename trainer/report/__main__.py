@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     given, model_dirs = flags.FLAGS, argv[1:]
     for model_dir in model_dirs:
         require_run(model_dir)
-    runs = [RunSeries(model_dir) for model_dir in model_dirs]  # First: it takes less time.
+    # First: a damaged run is named before a model runs.
+    runs = [RunSeries(model_dir) for model_dir in model_dirs]
     text = render(runs, {model_dir: _classifier(model_dir) for model_dir in model_dirs})
     path = given.output or join(model_dirs[0], _NAME)
     try:

@@ -127,7 +127,6 @@ class SynchronousExecutor(ParameterServerExecutor):
         self._lanes = [replica_lanes(num_lanes, index, number) for index in range(number)]
         # Of each window, by its first batch: the batch after it, bytes [sub-batches, parts].
         self._tickets: dict[int, tuple[int, npt.NDArray[np.object_]]] = {}
-        self._sent_loops: set[WorkerLoop] = set()
         self._secs_per_round = _FIRST_ROUND_SECS
         learner, source, strategy, lanes = self._learner, self._source, self.strategy, self._lanes
         self._buffers = GradientBuffers(learner, strategy, num_slots=self._num_slots)
@@ -285,14 +284,14 @@ class SynchronousExecutor(ParameterServerExecutor):
         # If the call begins while workers are missing, each assignment is the last of its loop.
         num_rounds = num_rounds if self._seen_workers is None else 1
         loop = self._long_loop if num_rounds >= _LONG * _UNROLLED else self._short_loop
-        if self._sent_loops and loop not in self._sent_loops and not self._may_send_graph():
-            (loop,) = self._sent_loops
-        if loop not in self._sent_loops:
-            self._sent_loops.add(loop)
+        traced = [one for one in (self._short_loop, self._long_loop) if one.closure.is_traced]
+        if traced and loop not in traced and not self._may_send_graph():
+            (loop,) = traced
+        if loop not in traced:
             self._used_graphs.add(f"worker loop, {loop.num_unrolled}")
             self._secs_per_round = _FIRST_ROUND_SECS
-        with tf.device(self.io_device):
-            loop.closure.trace(self.strategy)
+            with tf.device(self.io_device):
+                loop.closure.trace(self.strategy)
         return loop
 
     def _begin_loop(self, slot: int, plan: tuple[Tensor, Tensor, Tensor], loop: WorkerLoop) -> None:
