@@ -210,6 +210,55 @@ def test_process_of_another_generation_does_not_count_nor_does_its_server(networ
     assert waiting.ends()
 
 
+def test_process_that_was_replaced_by_one_of_another_generation_no_longer_counts(
+    network: Network,
+) -> None:
+    for task, process in zip(WORKERS[:2], "ab", strict=True):
+        network.waiting[task] = Greeting(task, process, generation=3)
+    waiting = Waiting(network, generation=3)
+    met = waiting.met({WORKERS[0]: "a", WORKERS[1]: "b"})
+    network.waiting[WORKERS[1]] = Greeting(WORKERS[1], "b2", generation=4)
+    wait_for(lambda: waiting.greeting().met is None)
+    network.waiting[WORKERS[0]] = Greeting(WORKERS[0], "a", generation=3, met=met)
+    network.serving = {WORKERS[1]}  # Of generation 4.
+    del network.waiting[WORKERS[1]]
+    assert waiting.waits_on(), "it counted a server of another generation"
+    for task, process in zip(WORKERS[:2], "ab", strict=True):
+        network.waiting[task] = Greeting(task, process, generation=3, met=met)
+    assert waiting.ends()
+
+
+def test_process_that_is_replaced_in_the_last_look_is_waited_for(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_NUM_PARALLEL", 1)  # Worker 0 is looked at before worker 1.
+    own_id, met_by_worker_0 = "", "b"
+    num_looks = dict.fromkeys(WORKERS[:2], 0)
+
+    def met_by(process: str) -> str:
+        return digest_of({WORKERS[0]: "a", WORKERS[1]: process, WORKERS[2]: own_id})
+
+    def answer(address: str) -> bytes | None:
+        """Look 1: both wait; 2: both have met; from 3 on: worker 1 is another process."""
+        nonlocal own_id
+        task = network.tasks[address]
+        num_looks[task] += 1
+        if not own_id:
+            own = Greeting.decoded(network.real(network.clusters[2].address) or b"")
+            own_id = own.process if own else ""
+        if task == WORKERS[0]:
+            return Greeting(task, "a", met=met_by(met_by_worker_0)).encoded()
+        process = "b" if num_looks[task] <= 2 else "b2"
+        return Greeting(task, process, met=met_by(process)).encoded()
+
+    monkeypatch.setattr(rendezvous, "greeting_at", answer)
+    waiting = Waiting(network)
+    wait_for(lambda: num_looks[WORKERS[1]] > 3)
+    assert waiting.waits_on(), "worker 0 has met another process than the last look has found"
+    met_by_worker_0 = "b2"
+    assert waiting.ends()
+
+
 @pytest.mark.parametrize("timeout_secs", [100.0, 0.0])
 def test_task_that_connects_ends_when_another_process_waits_in_a_place(
     timeout_secs: float, network: Network, monkeypatch: pytest.MonkeyPatch
