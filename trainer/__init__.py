@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer.step.options import ClipConfig as ClipConfig
     from trainer.step.options import EarlyStoppingConfig as EarlyStoppingConfig
     from trainer.step.options import EmaConfig as EmaConfig
+    from trainer.step.options import LocalStepsConfig as LocalStepsConfig
     from trainer.step.options import LossScaleConfig as LossScaleConfig
     from trainer.step.options import PenaltyConfig as PenaltyConfig
     from trainer.step.options import ScheduleConfig as ScheduleConfig
@@ -50,7 +51,7 @@ _NAMES = {
     "trainer.hooks.writers": ("Writer",),
     "trainer.learner": ("Learner",),
     "trainer.step.options": (
-        *("ClipConfig", "EarlyStoppingConfig", "EmaConfig", "LossScaleConfig"),
+        *("ClipConfig", "EarlyStoppingConfig", "EmaConfig", "LocalStepsConfig", "LossScaleConfig"),
         *("PenaltyConfig", "ScheduleConfig", "WarmStartConfig", "WeightDecayConfig"),
     ),
 }
