@@ -5,9 +5,9 @@
 
 Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
 2019: an MLP turns the numbers into a vector as wide as a row of the table; the products of all
-pairs of vectors, and the first vector, go into a second MLP. The numbers of ids are in the
-clicks.json of the data. configs/criteo_x1.py has the same model with dynamic ids.
-docs/embeddings.md has the AUC that a perfect model would have.
+pairs of vectors, and the first vector, go into a second MLP. The numbers of ids, and the AUC
+that a perfect model would have, are in the clicks.json of the data. configs/criteo_x1.py has the
+same model with dynamic ids.
 """
 
 import json

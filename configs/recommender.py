@@ -4,8 +4,8 @@
     python -m trainer --config=configs/recommender.py --strategy=ps --ps=2 --sync_replicas
 
 Cheng et al., "Wide & Deep Learning for Recommender Systems", 2016. As in the paper, FTRL trains the
-wide part and Adagrad the table of the deep part. The numbers of ids are in the clicks.json of the
-data. docs/embeddings.md has the AUC that a perfect model would have.
+wide part and Adagrad the table of the deep part. The numbers of ids, and the AUC that a perfect
+model would have, are in the clicks.json of the data.
 """
 
 import json

@@ -170,7 +170,7 @@ class RunOptions:
             CPUs for models with attention, unless XLA cannot compile them; otherwise as False.
         deterministic: The same bits in each run on the same devices: only deterministic ops of
             TensorFlow, and no TensorFloat-32; slower on GPUs, and records are parsed on one thread.
-            Not for asynchronous ps.
+            Not for asynchronous ps, nor with backup workers.
         label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
             evaluation. Only for the default loss.

@@ -81,7 +81,7 @@ class Inputs:
 
 
 def open_inputs(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = False) -> Inputs:
-    """Opens the data of `recipe`. Prepares data that comes with scikit-learn if it is missing.
+    """Opens the data of `recipe`. Prepares missing data that needs no download.
 
     `num_threads` threads of this process read and parse; 0 chooses a number. With `copies_all`, all
     data at s3:// is copied to this machine first.

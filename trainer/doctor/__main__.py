@@ -54,9 +54,9 @@ def define_flags() -> None:
     absl.flags.DEFINE_float(
         "deadline_secs",
         30.0,
-        "After this time the command ends. Other tasks must come within 0.4 of it. By default "
-        f"an all-reduce may take {_SUMS_SECS:g} s, and there is no limit where there are no other "
-        "tasks to wait for.",
+        "After this time the command ends. All tasks must start it within 40% of this time. By "
+        f"default an all-reduce may take {_SUMS_SECS:g} s, and there is no limit where there are "
+        "no other tasks to wait for.",
         lower_bound=5.0,
     )
     absl.flags.DEFINE_boolean("json", False, "Print JSON.")

@@ -6,7 +6,7 @@
 
 | input | a record is made of |
 | --- | --- |
-| a file or directory of TFRecord | each record as it is |
+| a file of TFRecord | each record as it is |
 | a folder | each PNG or JPEG file below it, in the order of the names |
 | FILE.csv | each row; columns have the names of features |
 | FILE.npz | each row of its arrays, which have the names of features |
