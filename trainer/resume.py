@@ -13,20 +13,16 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-import keras
-import tensorflow as tf
-
 from data.system.files import exists, is_url, remove_tree
 from strategies.base import Executor
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
-from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.checkpointer import GIVEN_RATE, Checkpointer, ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.last_step import save_left_step
 from trainer.checkpoints.marks import Saved
 from trainer.hooks.base import Hook
 from trainer.hooks.building import Parts
-from trainer.learner import Learner
 from trainer.loop import train
 from trainer.model_dir import disk_errors_explained
 from trainer.run_files import RunFiles, progress_of
@@ -46,7 +42,11 @@ def restore_newest(parts: Parts) -> Saved | None:
     # Without it this is another run: whoever has deleted the directory wants to begin anew.
     if executor.recovery and exists(files.config):
         save_left_step(executor.recovery, parts.learner, parts.checkpointer)
-    saved = restore_together(executor, parts.checkpointer, parts.learner)
+    given = parts.learner.optimizer_rate
+    saved = restore_together(executor, parts.checkpointer)
+    # What a callback has set continues, unless another rate is given now.
+    if saved and given is not None and saved.config.get(GIVEN_RATE) != given:
+        parts.learner.optimizer.learning_rate = given
     if is_chief:
         with disk_errors_explained(model_dir):
             remove_tree(parts.checkpointer.staging)
@@ -84,19 +84,12 @@ def _check_is_shared(model_dir: str, executor: Executor, *, is_chief: bool) -> N
         )
 
 
-def restore_together(
-    executor: Executor, checkpointer: Checkpointer, learner: Learner
-) -> Saved | None:
+def restore_together(executor: Executor, checkpointer: Checkpointer) -> Saved | None:
     """Restores the newest checkpoint that is complete for all tasks that run the loop, if any.
-
-    The learning rate is not restored: the command line may have changed it.
 
     Raises:
         ModelDirError: as Checkpointer.restore; or the tasks do not see the same checkpoints.
     """
-    rate = learner.optimizer.learning_rate
-    # Not `learner.learning_rate`, which has the factor of the schedule.
-    given = float(tf.convert_to_tensor(rate).numpy())
     checkpointer.wait()
     executor.gathered(0)  # A barrier: the chief has finished writing before any task reads.
     saved = checkpointer.restore()
@@ -109,8 +102,6 @@ def restore_together(
             )
         log.warning("The newest complete checkpoints are of steps %s, by replica.", steps)
         saved = checkpointer.restore(at_most=min(steps))
-    if saved and isinstance(rate, keras.Variable):
-        rate.assign(given)
     return saved
 
 
@@ -141,7 +132,10 @@ def train_recovering(parts: Parts, hooks: Sequence[Hook]) -> int:
 def _go_back(parts: Parts, error: NonFiniteLossError) -> None:
     def restore() -> tuple[Position, WorkerStats]:
         end = parts.executor.position
-        saved = restore_together(parts.executor, parts.checkpointer, parts.learner)
+        rate = parts.learner.optimizer_rate
+        saved = restore_together(parts.executor, parts.checkpointer)
+        if rate is not None:  # Callbacks do not go back.
+            parts.learner.optimizer.learning_rate = rate
         if saved is None:
             raise NonFiniteLossError(f"{error} There is no checkpoint to go back to.") from error
         position = saved.position.skip_to(end, parts.inputs.train.order)

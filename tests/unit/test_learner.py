@@ -271,7 +271,7 @@ def test_losses_and_penalties_in_16_bits_are_added_in_float32(batch: Batch, dtyp
 
 def test_value_of_a_wrong_shape_is_refused_while_tracing() -> None:
     for value in (tf.zeros([]), tf.zeros([BATCH, 1])):
-        with pytest.raises(ValueError, match="'mine' must return one value an example"):
+        with pytest.raises(ValueError, match="mine must give one value an example"):
             require_per_example("mine", value, tf.zeros([BATCH]), tf.zeros([BATCH, 5]))
 
 
@@ -291,27 +291,6 @@ def test_value_of_some_examples_is_refused_if_shapes_are_unknown(wrong: str, bat
             totals_of(*map(tf.constant, batch))
         whole = batch[0], np.maximum(batch[1], 1)
         assert totals_of(*map(tf.constant, whole)).numpy()[1::2].tolist() == [BATCH] * 2
-
-
-def test_losses_added_by_a_layer_may_have_one_value_per_example(batch: Batch) -> None:
-    class Adding(keras.layers.Layer):
-        def call(self, inputs: Any) -> Any:
-            self.add_loss(tf.reduce_sum(inputs**2, axis=1))
-            return inputs
-
-    strategy = replicas(1)
-    with strategy.scope():
-        inputs = keras.Input((3,))
-        hidden = keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(PENALTY))(inputs)
-        model = keras.Model(inputs, keras.layers.Dense(5)(Adding()(hidden)))
-        learner = learner_of(model)
-    gradients, sums = learner.gradients(tuple(map(tf.constant, batch)))
-    kernel, bias = (tf.convert_to_tensor(v) for v in learner.variables[:2])
-    added = tf.reduce_sum((batch[0] @ kernel + bias) ** 2)
-    penalty = PENALTY * tf.reduce_sum(kernel**2)
-    plain = tf.reduce_sum(sparse_categorical_crossentropy(batch[1], model(batch[0])))
-    assert len(gradients) == 4
-    np.testing.assert_allclose(sums[0], plain + added + BATCH * penalty, rtol=1e-5)
 
 
 def test_examples_of_weight_zero_do_not_count_even_if_they_are_nan(batch: Batch) -> None:

@@ -300,7 +300,8 @@ def test_moving_statistics_are_the_mean_over_replicas_in_each_copy(batch: Batch)
     states = {id(variable) for variable in learner.layer_state}
     assert id(norm.moving_mean.value) in states
     assert id(counting.total.value) not in states
-    norm.trainable = False
+    norm.trainable = counting.trainable = False
+    assert id(counting.count.value) in {id(variable) for variable in learner.layer_state}
     assert id(norm.moving_mean.value) not in {id(variable) for variable in learner.layer_state}
 
 

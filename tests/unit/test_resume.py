@@ -1,13 +1,14 @@
 """Recovery from a NaN, and agreement on a checkpoint, on a real model and real files."""
 
 import concurrent.futures
+import dataclasses
 import logging
 import math
 import shutil
 import threading
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,13 +27,14 @@ from trainer.config import Config
 from trainer.hooks.report import Report
 from trainer.hooks.stops import StopOnNonFinite
 from trainer.hooks.writers import Writer
-from trainer.resume import restore_together, train_recovering
+from trainer.resume import restore_newest, restore_together, train_recovering
 
 
 class Poisoned(MirroredExecutor):
     """Some batches make the loss, and the weights, NaN."""
 
     bad_batches: Collection[int] = ()
+    lowered_rate = 0.0
     diverging_batches: Collection[int] = ()  # The weights become finite, but not the evaluation.
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
@@ -42,6 +44,8 @@ class Poisoned(MirroredExecutor):
             for variable in self._learner.variables:
                 variable.assign(np.full(variable.shape, math.nan))
             metrics["loss"] = (math.nan, metrics["loss"][1])
+            if self.lowered_rate:  # By a callback, since the last checkpoint.
+                cast(Any, self._learner).optimizer.learning_rate = self.lowered_rate
         if any(first <= batch < first + num_steps for batch in self.diverging_batches):
             for variable in self._learner.variables:
                 variable.assign(np.full(variable.shape, 3e38))
@@ -73,7 +77,7 @@ class Run:
 
     def train(self, most_recoveries: int) -> int:
         toy, last = self.toy, self._last_step
-        saved = restore_together(toy.executor, toy.checkpointer, toy.learner)
+        saved = restore_together(toy.executor, toy.checkpointer)
         if saved is None:
             toy.checkpointer.save(0, Position(), {})
         toy.start(saved.position if saved else Position())
@@ -113,6 +117,29 @@ def test_examples_before_a_nan_are_skipped_and_other_steps_are_unchanged(
     skipping = [step for step, values in reported.items() if "examples_skipped" in values]
     assert skipping == [9, 12, 15]
     assert all(math.isfinite(values["loss"]) for values in reported.values())
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0.5, 0.125), (0.25, 0.25)])
+def test_resumed_run_has_the_rate_of_a_callback_unless_another_is_given(
+    given: float, expected: float, split: Split, tmp_path: Path
+) -> None:
+    former = Toy(split, tmp_path, rate=0.5)
+    former.learner.optimizer.learning_rate = 0.125
+    former.train_and_save(2)
+    toy = Toy(split, tmp_path, rate=given)
+    parts = parts_of(toy.executor, toy.learner, toy.checkpointer, toy.reader, Config())
+    spec = dataclasses.replace(parts.spec, model_dir=str(tmp_path))
+    assert restore_newest(dataclasses.replace(parts, spec=spec))
+    assert (toy.step, toy.learner.optimizer_rate) == (2, expected)
+
+
+def test_rate_of_a_callback_stays_when_a_run_goes_back(split: Split, tmp_path: Path) -> None:
+    run = Run(split, tmp_path, 5, last_step=8)
+    assert isinstance(run.toy.executor, Poisoned)
+    run.toy.executor.lowered_rate = 0.125
+    assert run.train(most_recoveries=1) == 8
+    assert run.toy.executor.position.skipped
+    assert run.toy.learner.optimizer_rate == 0.125
 
 
 @pytest.mark.slow
@@ -229,7 +256,7 @@ def restored_by_two(
 
     def restore(toy: Toy) -> Saved | ModelDirError | None:
         try:
-            saved = restore_together(toy.executor, toy.checkpointer, toy.learner)
+            saved = restore_together(toy.executor, toy.checkpointer)
         except ModelDirError as error:
             return error
         assert toy.step == (saved.step if saved else 0)

@@ -117,6 +117,7 @@ class Toy:
         *,
         executor: type[MirroredExecutor] = MirroredExecutor,
         optimizer: Any = None,
+        rate: float = 0.01,
         width: int = CLASSES,
         keep: int = 2,
         seed: int = 0,
@@ -130,7 +131,7 @@ class Toy:
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(width)])
             return Learner(
                 model,
-                optimizer or keras.optimizers.Adam(0.01),
+                optimizer or keras.optimizers.Adam(rate),
                 sparse_categorical_crossentropy,
                 {"accuracy": accuracy},
                 batch_size=BATCH,

@@ -47,6 +47,9 @@ from trainer.run_files import CHECKPOINT_MARK, step_in
 
 log = logging.getLogger(__name__)
 
+# The key in `Saved.config` of the learning rate with which the run, or its last resume, has begun.
+GIVEN_RATE = "given_rate"
+
 
 class ModelDirError(UsageError):
     """The model directory cannot be used for this run. Exit code 2."""
@@ -75,7 +78,7 @@ class Checkpointer:
             learner: Its model, its optimizer with the step, and its `state` are saved.
             identity: JSON values that must be equal for a run to continue from a checkpoint.
             keep: The number of newest checkpoints that are not removed.
-            config: JSON values that `Saved.config` will have.
+            config: JSON values that `Saved.config` will have, besides the GIVEN_RATE.
             io_device: The device whose file system has `directory`; None is the local one.
             is_shared: Another process may save at the same time: the chief of an earlier group of
                 hosts. Then each checkpoint is renamed when it is complete, and a save removes
@@ -108,7 +111,7 @@ class Checkpointer:
         self._identity = identity_of(settings, kinds)
         self._data_keys = identity.keys()
         self._keep = keep
-        self._config = dict(config or {})
+        self._config = {**(config or {}), GIVEN_RATE: learner.optimizer_rate}
         self._is_shared = is_shared
         self._resumed_step = 0
         self._saved_step: int | None = None

@@ -72,8 +72,9 @@ class Learner(Update):
       evaluation does not.
     - Weight regularisers are exact on any number of replicas. So are activity regularisers that are
       sums over examples, as L1 and L2: Keras divides them by B, and the replica's part is weighted
-      by B. Other penalties of `add_loss` see one replica's examples at a time: on several replicas
-      they are an approximation.
+      by B. A penalty of `add_loss` with one value per example counts as their sum over the batch.
+      Other scalars see one replica's examples at a time: unless they are a mean over examples, they
+      are an approximation on several replicas.
     - A variable's constraint is applied after each update. Under asynchronous ps, an update of
       another worker between the read and the write of the constraint is lost.
     - The gradient of a Keras Embedding is sent as rows (tf.IndexedSlices) and made dense on the
@@ -214,13 +215,17 @@ class Learner(Update):
 
     @no_autograph
     def training_losses(self, batch: Batch) -> tf.Tensor:
-        """The loss of each example of (inputs, labels), [B], as in training; assigns nothing."""
+        """The loss of each example, [B], with penalties, as in training; assigns nothing.
+
+        `batch` is (inputs, labels), or (inputs, labels, weights).
+        """
         inputs, labels, *weights = batch
-        with self._assigning_nothing(()):
+        with self._assigning_nothing(list(map(tf.convert_to_tensor, self._forward_inputs))):
             outputs = self.forward(inputs, training=True)
-            return self.objective.losses(
+            losses = self.objective.losses(
                 labels, outputs, *weights[:1], inputs=inputs, training=True
             )
+            return self.objective.with_penalties(losses)[1]
 
     @no_autograph
     def evaluate(self, batch: Batch) -> tf.Tensor:

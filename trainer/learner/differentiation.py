@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
+from data.system.compat.keras_layers import keep_losses
 from strategies.base import Batch, Tensor
 from strategies.gradients.parts import add_gradients, part_of_batch
 from strategies.step_errors import reason_of_xla
@@ -67,7 +68,10 @@ class Differentiation(ModelVariables):
         if self.tables:
             self.tables.begin_counting()
         with drawing(seeds):
-            return self.model(inputs, training=training)
+            outputs = self.model(inputs, training=training)
+        if self._communicates_forward:
+            keep_losses(self.model)
+        return outputs
 
     @no_autograph
     def gradients(self, batch: Batch, *, training: bool = True) -> tuple[list[Tensor], tf.Tensor]:
@@ -131,13 +135,11 @@ class Differentiation(ModelVariables):
         If there are `values`, updates them too: the next micro-batch starts from them.
         """
         scale = self.loss_scale.read() if self.loss_scale else None
-        if self._with_xla is not None:
-            read = values or [tf.convert_to_tensor(variable) for variable in self._forward_inputs]
-            gradients, totals, updates = self._with_xla(batch, training, read, scale)
-        elif values is not None:
-            gradients, totals, updates = self._differentiate_at(batch, training, values, scale)
-        else:
+        if values is None and self._with_xla is None and not self._communicates_forward:
             return self._differentiate(batch, training, self.variables, scale)
+        read = values or [tf.convert_to_tensor(variable) for variable in self._forward_inputs]
+        differentiate = self._with_xla or self._differentiate_at
+        gradients, totals, updates = differentiate(batch, training, read, scale)
         for key, value in updates.items():
             index = int(key)
             if self._new_state is None:
@@ -184,11 +186,12 @@ class Differentiation(ModelVariables):
     ) -> tuple[list[Tensor], tf.Tensor]:
         """Returns the gradient with respect to `sources`, variables or values, and totals."""
         inputs, labels, *others = batch
-        seeds = [others.pop()] if self.needs_seeds and others else []
+        seeds = others.pop() if self.needs_seeds and others else None
         weights = self.objective.weights_of(labels, others[0] if others else None)
-        with tf.GradientTape() as tape:
+        # The loss may also call the model.
+        with tf.GradientTape() as tape, drawing(seeds):
             tape.watch(sources)
-            outputs = self.forward(inputs, *seeds, training=training)
+            outputs = self.forward(inputs, training=training)
             losses = self.objective.losses(
                 labels, outputs, weights, inputs=inputs, training=training
             )

@@ -162,16 +162,16 @@ class Objective:
         Called after the forward pass, in which layers add their penalties.
         """
         loss = tf.reduce_sum(losses) / self._batch_size
-        if penalties := self._penalties():
+        # B / batch_size of the penalty: the replicas together count it once.
+        fraction = tf.cast(tf.size(losses), tf.float32) / self._batch_size
+        if penalties := self._penalties(losses, fraction):
             penalty = functools.reduce(operator.add, penalties)
-            # B / batch_size of the penalty: the replicas together count it once.
-            fraction = tf.cast(tf.size(losses), tf.float32) / self._batch_size
             loss += penalty * fraction
             losses += penalty
         return loss, losses
 
-    def _penalties(self) -> list[tf.Tensor]:
-        """Returns the penalties of the options, [], and of the layers, [] or [B]: float32."""
+    def _penalties(self, losses: tf.Tensor, fraction: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the penalties of the options and of the layers, float32 []."""
         penalties = []
         for variable in self._penalised:
             weights = tf.cast(tf.convert_to_tensor(variable.value), tf.float32)
@@ -179,7 +179,13 @@ class Objective:
             penalties.append(self._penalty.l2 * tf.reduce_sum(tf.square(weights)))
         if self.has_model_loss:  # It adds those of the layers, or leaves them out.
             return penalties
-        return penalties + [tf.cast(part, tf.float32) for part in self._model.losses]
+        for part in self._model.losses:
+            penalty = tf.cast(part, tf.float32)
+            if penalty.shape.rank:  # Of each example: the sum over the batch counts, as in Keras.
+                penalty = tf.reduce_sum(require_per_example("add_loss()", penalty, losses, ()))
+                penalty = tf.math.divide_no_nan(penalty, fraction)
+            penalties.append(penalty)
+        return penalties
 
     def measure(
         self,

@@ -77,6 +77,12 @@ class Update(Differentiation):
         """The learning rate of the next step."""
         return float(self._rate_after(tf.convert_to_tensor(self.step)).numpy())
 
+    @property
+    def optimizer_rate(self) -> float | None:
+        """The optimizer's learning rate, without a factor; None if it follows a schedule."""
+        rate = given_rate(self.optimizer)
+        return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+
     def _rate_after(self, step: tf.Tensor) -> tf.Tensor:
         """Returns the learning rate after `step` steps."""
         rate = given_rate(self.optimizer)

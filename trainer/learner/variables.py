@@ -58,6 +58,13 @@ class ModelVariables:
         self._keras_inputs = [*self.dense_variables, *others]
         self._forward_inputs: list[tf.Variable] = [v.value for v in self._keras_inputs]
         self._not_trained = self._forward_inputs[self.num_dense :]
+        # Replicas of one process are threads, which take turns where they communicate. Keras keeps
+        # the losses of layers in one list for all threads, but in a stateless scope in one of each.
+        self._communicates_forward = any(
+            getattr(layer, "synchronized", False)
+            or any(v.aggregation != "none" for v in own(layer, "non_trainable_variables"))
+            for layer in all_layers(model)
+        )
 
     @property
     def layer_state(self) -> list[tf.Variable]:
@@ -68,7 +75,8 @@ class ModelVariables:
         return [
             variable.value
             for layer in all_layers(self.model)
-            if layer.trainable
+            # Other layers may change their state although they are frozen.
+            if layer.trainable or not isinstance(layer, keras.layers.BatchNormalization)
             for variable in own(layer, "non_trainable_variables")
             if variable.aggregation == "none" and tf.as_dtype(variable.dtype).is_floating
         ]

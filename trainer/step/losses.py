@@ -64,7 +64,7 @@ def require_per_example(name: str, value: tf.Tensor, labels: Batch, outputs: Bat
     """
     value = tf.convert_to_tensor(value)
     examples = tf.convert_to_tensor(tf.nest.flatten((labels, outputs))[0])
-    message = f"{name!r} must return one value an example, [B]."
+    message = f"{name} must give one value an example, [B]."
     if not value.shape.is_compatible_with(examples.shape[:1]):
         raise ValueError(f"{message} Received: shape {value.shape} of {examples.shape[:1]}.")
     if value.shape.is_fully_defined() and examples.shape[:1].is_fully_defined():

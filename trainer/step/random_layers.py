@@ -80,11 +80,11 @@ _PASS: contextvars.ContextVar[_Pass | None] = contextvars.ContextVar("pass", def
 
 @contextlib.contextmanager
 def drawing(seeds: tf.Tensor | None) -> Iterator[None]:
-    """Inside it random layers draw from `seeds`, int32 [B, 2]; None leaves them to Keras.
+    """Inside it random layers draw from `seeds`, int32 [B, 2]; None changes nothing.
 
     A layer in a loop of the graph draws the same values in each iteration.
     """
-    token = _PASS.set(None if seeds is None else _Pass(seeds))
+    token = _PASS.set(_PASS.get() if seeds is None else _Pass(seeds))
     try:
         yield
     finally:

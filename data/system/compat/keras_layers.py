@@ -1,4 +1,4 @@
-"""The layers inside of layers, what a layer owns itself, and the layer that made a tensor.
+"""The layers inside of layers, what a layer owns itself, its losses, and the maker of a tensor.
 
 `model.layers` and `layer.variables` are the public names for the first level, and for everything
 below. Keras 3.15, `keras/src/layers/layer.py`. Can be deleted when Keras has public names for
@@ -19,6 +19,17 @@ def all_layers(model: keras.Layer, *, include_self: bool = True) -> list[keras.L
 def own(layer: keras.Layer, kind: str) -> list[Any]:
     """What `layer` has itself, without layers inside: "trainable_variables" or another `kind`."""
     return list(getattr(layer, f"_{kind}"))
+
+
+def keep_losses(model: keras.Layer) -> None:
+    """Makes `model.losses` have all losses that were added in this keras.StatelessScope.
+
+    Keras remembers which layer added a loss in one set for all threads. If replicas of one process
+    take turns in the forward pass, the call of one clears what another has added.
+    """
+    for layer in all_layers(model):
+        layer._loss_ids.clear()
+    model._loss_ids.update(map(id, keras.src.backend.get_stateless_scope().losses))
 
 
 def maker_of(tensor: keras.KerasTensor) -> keras.Operation:
