@@ -258,14 +258,24 @@ def _origin(name: str, options: Options, source: str | None, data_dir: str) -> _
         file = source.rpartition(":")[0] if is_function else source
         found[os.path.basename(source)] = [1, *files.stamp(file or source)]
     elif source is not None:
-        patterns = files_read(name, options)
-        for entry in sorted(files.names_in(source)):
-            path = files.join(source, entry)
-            if any(fnmatch.fnmatch(entry.lower(), pattern.lower()) for pattern in patterns):
-                stamps = list(_stamps(path, data_dir))
-                if stamps:
-                    num_bytes, times = map(list, zip(*stamps, strict=True))
-                    found[entry] = [len(stamps), sum(num_bytes), max(times)]
+        top = files.absolute(source)
+        patterns = [pattern.lower() for pattern in files_read(name, options)]
+
+        def is_left_out(path: str) -> bool:
+            entry = os.path.basename(path)
+            fits = any(fnmatch.fnmatch(entry.lower(), pattern) for pattern in patterns)
+            return is_ignored(entry) or (files.parent(path) == top and not fits)
+
+        if files.is_url(top):
+            every = {files.join(top, entry) for entry in files.names_in(top)} - {data_dir}
+            paths = sorted(path for path in every if not is_left_out(path))
+        else:
+            paths = files.files_below(top, is_left_out, data_dir)
+        for path in paths:
+            entry = path.removeprefix(top).lstrip("/").partition("/")[0]
+            count, total, latest = found.get(entry, [0, 0, -1])
+            num_bytes, time_ns = files.stamp(path)
+            found[entry] = [count + 1, total + num_bytes, max(latest, time_ns)]
     return {"options": options.complete(), "files": found}
 
 
@@ -281,23 +291,6 @@ def _changes(then: _Origin, now: _Origin) -> list[str]:
         if before != after:
             differences.append(f"{name} was {before}, and is now {after}")
     return differences
-
-
-def _stamps(path: str, data_dir: str) -> Iterator[tuple[int, int]]:
-    if is_ignored(os.path.basename(path)) or files.absolute(path) == data_dir:
-        return
-    if files.is_url(path) or not os.path.isdir(path):
-        yield files.stamp(path)
-        return
-    for directory, directories, names in os.walk(path):
-        directories[:] = [
-            name
-            for name in directories
-            if not is_ignored(name) and files.absolute(os.path.join(directory, name)) != data_dir
-        ]
-        for name in names:
-            if not is_ignored(name):
-                yield files.stamp(os.path.join(directory, name))
 
 
 def _describe(entry: Sequence[int] | None) -> str:

@@ -234,7 +234,7 @@ def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
         return []
     found = []
     for top in (os.path.join(data_dir, name) for name in names):
-        for root, dirs, inside in os.walk(top):
+        for root, dirs, inside in os.walk(top, followlinks=True):
             if _split_names(inside):
                 is_split = os.path.basename(root).lower() in SPLIT_DIRS
                 found.append(os.path.dirname(root) if is_split else root)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data.example_features import read_features
+from data.example_features import Feature, read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv, folder, idx
 from data.system.files import DataError, shown
 from tests.unit.test_prepare import digest, run, write_idx
 from tests.unit.test_prepare_advice import PNG
 from tests.unit.test_sources import images_of, parsed, write_cifar10, write_folder
+from trainer.predict.records import rows_of
 
 
 def write_splits(directory: Path, train: str, test: str) -> Path:
@@ -286,6 +287,43 @@ def test_archive_of_cifar_is_answered_with_the_command_that_unpacks_it(tmp_path:
         pass
     with pytest.raises(DataError, match=r"tar -xf .*cifar\.tar\.gz"):
         prepare("cifar10", str(tmp_path / "out"), str(tmp_path / "cifar.tar.gz"))
+
+
+@pytest.mark.parametrize("kind", ["text", "parquet"])
+def test_linked_directories_are_read_as_others_and_each_once(kind: str, tmp_path: Path) -> None:
+    def write(path: Path, number: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "parquet":
+            pa, pq = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+            pq.write_table(pa.table({"x": [number] * 40}), path)
+        else:
+            path.write_bytes(b"%d" % number * 9999)
+
+    for directory in ("source", "plain"):
+        write(tmp_path / directory / "a" / "1.parquet", 1)
+    for path in ("elsewhere/2.parquet", "plain/a/b/2.parquet"):
+        write(tmp_path / path, 2)
+    (tmp_path / "source" / "a" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to("../source/a")
+    (tmp_path / "source" / "0").symlink_to("a")
+    (tmp_path / "source" / "all").symlink_to(tmp_path)
+    prepare(f"{kind}:x", str(tmp_path / "source" / "out"), str(tmp_path / "source"))
+    prepare(f"{kind}:x", str(tmp_path / "out"), str(tmp_path / "plain"))
+    assert digest(tmp_path / "source" / "out") == digest(tmp_path / "out")
+    given = f"{kind}:x", str(tmp_path / "source" / "out"), str(tmp_path / "source"), NONE
+    prepare(*given)  # Done already.
+    write(tmp_path / "elsewhere" / "2.parquet", 3)
+    with pytest.raises(DataError, match=r"a was 2 file.*, and is now 2 file"):
+        prepare(*given)
+
+
+def test_images_of_linked_directories_are_predicted_once(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"photos/a/1.png": PNG, "elsewhere/2.PNG": PNG, "elsewhere/.3.png": PNG})
+    (tmp_path / "photos" / "b").symlink_to("../elsewhere")
+    (tmp_path / "photos" / "a" / "all").symlink_to("..")
+    features = {"image": Feature("image", "image", "uint8", (1, 1, 1), None, "png", "Image")}
+    found = [about["file"] for about, _ in rows_of(str(tmp_path / "photos"), features, ["image"])]
+    assert found == [f"{tmp_path}/photos/{name}" for name in ("a/1.png", "b/2.PNG")]
 
 
 def test_paths_here_are_shown_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
