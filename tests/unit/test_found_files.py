@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data.example_features import Feature, read_features
+from data.example_features import Feature, class_names, read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv, folder, idx
 from data.system.files import DataError, shown
@@ -27,6 +27,7 @@ def write_splits(directory: Path, train: str, test: str) -> Path:
 
 
 NONE, NO_HEADER = Options(), Options(header=False)
+LONG = "é" * 101
 GAPS = "age,height,name,label\n1,1.5,x,a\nNA,2.5,,b\n3,,NA,a\n4,?,y,\n5,5.5,z,b\n"
 
 
@@ -73,6 +74,7 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
         (",\n1,\n2,\n", Options(header=True, delimiter=","), r"no column with .*--noheader$"),
         ("a,b\n1,2\n", Options("c"), "--label may be a, b"),
         ('a,b\n1,"2\n', Options("a"), "line 2: unexpected end of data"),
+        (f"{LONG}\n" + "x\ny\n" * 30, Options(LONG), "202 bytes, .* at most 200 .*shorter name"),
     ],
 )
 def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
@@ -81,6 +83,14 @@ def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "a.csv"), options)
+
+
+def test_label_may_have_a_slash_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,Pass/Fail\n" + "1,yes\n2,no\n" * 30)
+    prepare("csv:a", str(tmp_path / "out"), str(tmp_path / "a.csv"), Options("Pass/Fail"))
+    prepare("rewrite", str(tmp_path / "copy"), str(tmp_path / "out"))
+    assert class_names(str(tmp_path / "copy"), "Pass/Fail") == ["no", "yes"]
+    assert (tmp_path / "copy" / "Pass.Fail.labels.txt").exists(), "the name that TFDS reads"
 
 
 @pytest.mark.parametrize(

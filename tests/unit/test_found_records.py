@@ -108,7 +108,7 @@ def test_files_without_a_split_are_rewritten_by_the_command_in_the_refusal(
     assert contents(given["data_dir"], "train") + contents(given["data_dir"], "test") == RECORDS
     assert names.splits_in(given["data_dir"]) == ["test", "train"]
     write_folder(tmp_path / "in", {next(iter(made)): PLAIN})
-    with pytest.raises(DataError, match="is now .* Add --overwrite"):
+    with pytest.raises(DataError, match=r"is now .* Add --overwrite"):
         rewrite(given)
     write_folder(Path(given["data_dir"]), {".train.damage.json": b"{}"})  # Of a run.
     rewrite(given, overwrite=True)
