@@ -85,6 +85,19 @@ def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
         prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "a.csv"), options)
 
 
+@pytest.mark.parametrize("name", ["folder:x", "parquet:x", "rewrite"])
+def test_names_that_are_not_utf8_are_refused_before_anything_is_written(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow" if name == "parquet:x" else "os")
+    endings = ("/1.png", ".parquet", ".tfrecord")
+    (tmp_path / "in").mkdir()
+    write_folder(tmp_path / "in", {f"train/caf\udce9{ending}": PNG for ending in endings})
+    with pytest.raises(DataError, match=r"/in/train/caf\\udce9.*is not UTF-8.* Rename"):
+        prepare(name, str(tmp_path / "out"), str(tmp_path / "in"))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_label_may_have_a_slash_in_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,Pass/Fail\n" + "1,yes\n2,no\n" * 30)
     prepare("csv:a", str(tmp_path / "out"), str(tmp_path / "a.csv"), Options("Pass/Fail"))

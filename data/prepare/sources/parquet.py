@@ -8,6 +8,7 @@ Files are read by row groups, a few thousand rows at a time. The package pyarrow
 """
 
 import functools
+import itertools
 import os
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.numerals import INTEGERS, kind_of
-from data.prepare.sources import Options, Source, split_named, typed_path
+from data.prepare.sources import Options, Source, check_utf8, split_named, typed_path
 from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
 from data.prepare.sources.rewrite import paths_by_pattern
 from data.prepare.sources.tables import Chunk
@@ -35,6 +36,7 @@ Partition = Mapping[str, str | None]
 def source(name: str, path: str, options: Options) -> Source:
     """The columns of Parquet files as features with the same names."""
     splits = _files(path, options)
+    check_utf8(itertools.chain.from_iterable(splits.values()))  # pyarrow opens no others.
     partitions = {file: _partition(path, file) for files in splits.values() for file in files}
     types = _partition_types(partitions)
     tables = {
