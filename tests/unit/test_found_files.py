@@ -1,7 +1,9 @@
 """Tables and pictures as people find them: gaps, other separators, no header, compressed, cut."""
 
+import functools
 import gzip
 import tarfile
+from csv import field_size_limit
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,25 @@ def test_what_is_no_table_is_explained(content: bytes, message: str, tmp_path: P
     (tmp_path / "a.csv").write_bytes(content)
     with pytest.raises(DataError, match=message):
         csv.source("x", str(tmp_path / "a.csv"), NONE)
+
+
+@pytest.mark.parametrize(("before", "where"), [(5, "a.csv"), (30, "a.csv, line 32")])
+def test_values_may_be_long_but_a_quote_without_end_is_named(
+    before: int, where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path, lines = tmp_path / "a.csv", "x,y\n" + "1,b\n" * before
+    features = {"y": Feature("y", "text", "string", (), None, "none", "Text")}
+    path.write_text(f"{lines}2,{'a' * 200_000}\n")
+    csv.source("x", str(path), Options(test_fraction=0.5))
+    assert len(list(rows_of(str(path), features, ["y"]))) == before + 1
+    request.addfinalizer(functools.partial(field_size_limit, field_size_limit(1000)))
+    path.write_text(f'{lines}2,"' + "a" * 2000 + "\n")
+    for read in (
+        lambda: csv.source("x", str(path), Options()),
+        lambda: list(rows_of(str(path), features, ["y"])),
+    ):
+        with pytest.raises(DataError, match=f"{where}: a value has more than 1,000 .* write it tw"):
+            read()
 
 
 BOXES = b"0\t0\t62\t62\n"
