@@ -147,8 +147,13 @@ def read_features(data_dir: str) -> Features:
 
 def class_names(data_dir: str, label: str) -> list[str]:
     """The names of the classes of a label, in the order of their numbers; empty if unknown."""
-    path = files.join(data_dir, f"{label}.labels.txt")
+    path = files.join(data_dir, labels_file(label))
     return files.read_text(path).rstrip("\n").split("\n") if files.exists(path) else []
+
+
+def labels_file(label: str) -> str:
+    """The name of the file that has the names of the classes of a label, as of TFDS."""
+    return f"{label.replace('/', '.')}.labels.txt"
 
 
 def _flatten(prefix: str, tree: JSON) -> Iterator[Feature]:

@@ -84,7 +84,7 @@ def prepare(
         text = json.dumps(now, indent=2) + "\n"
         return opened._replace(files={**opened.files, _ORIGIN: text})
 
-    write_new(data_dir, name, make_source, is_done, former=bare_name(name) if overwrite else "")
+    write_new(data_dir, name, make_source, is_done, overwrite=overwrite)
 
 
 def write_new(
@@ -93,7 +93,7 @@ def write_new(
     make_source: Callable[[], Source],
     is_done: Callable[[], bool] = lambda: False,
     *,
-    former: str = "",
+    overwrite: bool = False,
 ) -> None:
     """Writes a source to `data_dir`, completely or not at all.
 
@@ -101,7 +101,7 @@ def write_new(
     renamed in one operation, so dataset_info.json, which marks it as complete, is written last. For
     s3:// all is written to TMPDIR first.
     `is_done` returns True if another process has written `data_dir`. `what`: named in messages.
-    `former`: the name of a data set that is replaced, if it is there.
+    `overwrite`: a data set that is there is replaced.
     """
     data_dir = files.absolute(data_dir)
     partial = data_dir = data_dir if files.is_url(data_dir) else os.path.realpath(data_dir)
@@ -125,7 +125,7 @@ def write_new(
         if is_done():
             _say(f"{data_dir} was written by another process meanwhile.")
             return
-        to_remove = _files_of_former(former, data_dir) if former else []
+        to_remove = _files_of_former(data_dir) if overwrite else []
         source = make_source()
         for note in (*source.notes, *_notes_on_splits(source)):
             _say(note)
@@ -220,8 +220,7 @@ def _is_prepared(
         wanted = bare_name(name)
         if name == "rewrite":
             wanted = rewrite.name_in(source or "", options=options)
-        found = info.get("name") if isinstance(info, dict) else None
-        if found != wanted:
+        if (found := _name_in(info)) != wanted:
             raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
     if overwrite or is_gone:
         return not overwrite
@@ -245,6 +244,11 @@ def _is_prepared(
     return True
 
 
+def _name_in(info: object) -> object:
+    """The name of a data set in its dataset_info.json; None if there is none."""
+    return info.get("name") if isinstance(info, dict) else None
+
+
 def _origin(name: str, options: Options, source: str | None, data_dir: str) -> _Origin:
     """Describes the options, and the number, size and last change of the files in `source`.
 
@@ -258,14 +262,24 @@ def _origin(name: str, options: Options, source: str | None, data_dir: str) -> _
         file = source.rpartition(":")[0] if is_function else source
         found[os.path.basename(source)] = [1, *files.stamp(file or source)]
     elif source is not None:
-        patterns = files_read(name, options)
-        for entry in sorted(files.names_in(source)):
-            path = files.join(source, entry)
-            if any(fnmatch.fnmatch(entry.lower(), pattern.lower()) for pattern in patterns):
-                stamps = list(_stamps(path, data_dir))
-                if stamps:
-                    num_bytes, times = map(list, zip(*stamps, strict=True))
-                    found[entry] = [len(stamps), sum(num_bytes), max(times)]
+        top = files.absolute(source)
+        patterns = [pattern.lower() for pattern in files_read(name, options)]
+
+        def is_left_out(path: str) -> bool:
+            entry = os.path.basename(path)
+            fits = any(fnmatch.fnmatch(entry.lower(), pattern) for pattern in patterns)
+            return is_ignored(entry) or (files.parent(path) == top and not fits)
+
+        if files.is_url(top):
+            every = {files.join(top, entry) for entry in files.names_in(top)} - {data_dir}
+            paths = sorted(path for path in every if not is_left_out(path))
+        else:
+            paths = files.files_below(top, is_left_out, data_dir)
+        for path in paths:
+            entry = path.removeprefix(top).lstrip("/").partition("/")[0]
+            count, total, latest = found.get(entry, [0, 0, -1])
+            num_bytes, time_ns = files.stamp(path)
+            found[entry] = [count + 1, total + num_bytes, max(latest, time_ns)]
     return {"options": options.complete(), "files": found}
 
 
@@ -283,23 +297,6 @@ def _changes(then: _Origin, now: _Origin) -> list[str]:
     return differences
 
 
-def _stamps(path: str, data_dir: str) -> Iterator[tuple[int, int]]:
-    if is_ignored(os.path.basename(path)) or files.absolute(path) == data_dir:
-        return
-    if files.is_url(path) or not os.path.isdir(path):
-        yield files.stamp(path)
-        return
-    for directory, directories, names in os.walk(path):
-        directories[:] = [
-            name
-            for name in directories
-            if not is_ignored(name) and files.absolute(os.path.join(directory, name)) != data_dir
-        ]
-        for name in names:
-            if not is_ignored(name):
-                yield files.stamp(os.path.join(directory, name))
-
-
 def _describe(entry: Sequence[int] | None) -> str:
     if entry is None:
         return "missing"
@@ -309,13 +306,14 @@ def _describe(entry: Sequence[int] | None) -> str:
     return f"{count:,} file(s) of {num_bytes:,} bytes, changed {time}.{nanoseconds:09}"
 
 
-def _files_of_former(name: str, data_dir: str) -> list[str]:
-    """The files of data set `name` in `data_dir`. The first one marks the directory as complete."""
-    if not files.is_dir(data_dir):
+def _files_of_former(data_dir: str) -> list[str]:
+    """The files of the data set in `data_dir`. The first one marks the directory as complete."""
+    if not files.exists(files.join(data_dir, _INFO)):
         return []
+    name = _name_in(json.loads(files.read_text(files.join(data_dir, _INFO))))
     ours = re.compile(
-        rf"(dataset_info|features|source|clicks)\.json|.*\.labels\.txt|.*\.index\.npz(\.partial-.*)?|"
-        rf"{re.escape(name)}-.*\.tfrecord.*"
+        rf"(dataset_info|features|source|clicks)\.json|.*\.labels\.txt|"
+        rf".*\.(index\.npz|damage\.json)(\.partial-.*)?|{re.escape(str(name))}-.*\.tfrecord.*"
     )
     names = sorted(files.names_in(data_dir), key=lambda file: file != _INFO)
     if others := [file for file in names if not ours.fullmatch(file)]:

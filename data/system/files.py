@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from glob import iglob
+from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, TypeVar, cast
 
@@ -114,6 +115,31 @@ def glob(directory: str, pattern: str) -> list[str]:
     else:
         paths = [join(directory, name) for name in iglob(pattern, root_dir=directory)]
     return sorted(path for path in paths if not is_dir(path))
+
+
+def files_below(directory: str, is_left_out: Callable[[str], bool], *others: str) -> list[str]:
+    """The paths of all files below a local directory, in order; links are followed.
+
+    Left out are paths for which `is_left_out` returns True, the directories `others`, and those
+    that hold `directory`. A directory to which links lead too is read once, so no loop is endless.
+    """
+    seen = {*map(str, Path(os.path.realpath(directory)).parents), *map(os.path.realpath, others)}
+    found: list[str] = []
+    tops = [directory]
+    for top in tops:  # Links to directories are appended: they come after all directories.
+        for parent, directories, names in os.walk(top):
+            if (real := os.path.realpath(parent)) in seen:
+                directories.clear()
+                continue
+            seen.add(real)
+            below, here = (
+                [path for name in some if not is_left_out(path := os.path.join(parent, name))]
+                for some in (directories, names)
+            )
+            directories[:] = map(os.path.basename, below)
+            tops += filter(os.path.islink, below)
+            found += here
+    return sorted(found)
 
 
 def num_bytes_of(path: str) -> int:

@@ -112,6 +112,14 @@ def parquet(path: Path, out: Path, **options: Any) -> Path:
     return out
 
 
+def moments(dtype: Any, *numbers: int | None) -> Any:
+    stored = pa.int32() if dtype.bit_width == 32 else pa.int64()
+    return pa.array(numbers, stored).view(dtype)
+
+
+NO_ZONE = pa.timestamp("us", "Nowhere/City")  # As each zone on a system without tzdata.
+
+
 def columns_of_all_types(count: int) -> dict[str, Any]:
     start = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
     days = [(start + datetime.timedelta(days=row)).date() for row in range(count)]
@@ -165,6 +173,27 @@ def test_values_and_types_are_those_that_pandas_reads(tmp_path: Path) -> None:
     for row, values in enumerate(frame["words"]):
         padded = [*(word.encode() for word in values), *[b""] * (2 - len(values))]
         assert found["words"][row].tolist() == padded
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers"),
+    [
+        (pa.date32(), [5_000_000, -(2**31)]),
+        (pa.timestamp("us"), [5 - 2**63, 1]),
+        (pa.timestamp("ns"), [1, 2**62 + 1]),
+        (pa.duration("s"), [2**62 + 1, -1]),
+        (NO_ZONE, [1, 2]),
+    ],
+    ids=str,
+)
+def test_times_that_python_does_not_hold_are_integers(
+    dtype: Any, numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.parquet", {"x": moments(dtype, *numbers * 20), "y": [0, 1] * 20})
+    monkeypatch.delattr(pd, "Timestamp")  # It is not installed with the extra parquet.
+    found = read(parquet(tmp_path / "a.parquet", tmp_path / "out", label="y"))
+    assert [numbers[label] for label in found["y"]] == found["x"].tolist()
+    assert found["x"].dtype == np.int64
 
 
 def test_numbers_as_text_and_integers_of_text_are_declared(tmp_path: Path) -> None:
@@ -265,7 +294,19 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": pa.array([[]] * 4, pa.list_(pa.float32()))}, {}, "of numbers with a fraction"),
         ({"x": [[1]]}, {"label": "x"}, "column x has lists, so it cannot be in --label"),
         ({"x": ["trian"], "z": [1]}, {"split_column": "x"}, "column x has 'trian'"),
-        ({"x": [["train"]], "z": [1]}, {"split_column": "x"}, "column x has .*'train'"),
+        ({"x": [["train"]], "z": [1]}, {"split_column": "x"}, "column x has 'list<"),
+        ({"x": moments(pa.date32(), 5_000_000, -1)}, {"label": "x"}, "x is the label, and has -1"),
+        (
+            {"x": moments(pa.timestamp("ns"), 1, None)},
+            {},
+            "row 1: column x has 'null', but '1' in .*row 0: 1",
+        ),
+        ({"x": moments(NO_ZONE, 1)}, {"text": "x"}, "Nowhere/City.* cannot become text: .*tzdata"),
+        (
+            {"x": pa.array([b"caf\xe9"]).view(pa.string())},
+            {"float": "x"},
+            "row 0: column x has 'caf\ufffd', and --float says",
+        ),
     ],
 )
 def test_wrong_columns_are_explained(

@@ -1,7 +1,10 @@
 """Tables and pictures as people find them: gaps, other separators, no header, compressed, cut."""
 
+import functools
 import gzip
 import tarfile
+from collections.abc import Iterator
+from csv import field_size_limit
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data.example_features import read_features
+from data.example_features import Feature, class_names, read_features
 from data.prepare.preparing import prepare
-from data.prepare.sources import Options, csv, folder, idx
+from data.prepare.sources import Options, columns, csv, csv_files, folder, idx
 from data.system.files import DataError, shown
 from tests.unit.test_prepare import digest, run, write_idx
 from tests.unit.test_prepare_advice import PNG
 from tests.unit.test_sources import images_of, parsed, write_cifar10, write_folder
+from trainer.predict.records import rows_of
 
 
 def write_splits(directory: Path, train: str, test: str) -> Path:
@@ -26,6 +30,7 @@ def write_splits(directory: Path, train: str, test: str) -> Path:
 
 
 NONE, NO_HEADER = Options(), Options(header=False)
+LONG = "é" * 101
 GAPS = "age,height,name,label\n1,1.5,x,a\nNA,2.5,,b\n3,,NA,a\n4,?,y,\n5,5.5,z,b\n"
 
 
@@ -72,6 +77,7 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
         (",\n1,\n2,\n", Options(header=True, delimiter=","), r"no column with .*--noheader$"),
         ("a,b\n1,2\n", Options("c"), "--label may be a, b"),
         ('a,b\n1,"2\n', Options("a"), "line 2: unexpected end of data"),
+        (f"{LONG}\n" + "x\ny\n" * 30, Options(LONG), "202 bytes, .* at most 200 .*shorter name"),
     ],
 )
 def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
@@ -80,6 +86,47 @@ def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "a.csv"), options)
+
+
+@pytest.mark.parametrize("name", ["folder:x", "parquet:x", "rewrite"])
+def test_names_that_are_not_utf8_are_refused_before_anything_is_written(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow" if name == "parquet:x" else "os")
+    endings = ("/1.png", ".parquet", ".tfrecord")
+    (tmp_path / "in").mkdir()
+    write_folder(tmp_path / "in", {f"train/caf\udce9{ending}": PNG for ending in endings})
+    with pytest.raises(DataError, match=r"/in/train/caf\\udce9.*is not UTF-8.* Rename"):
+        prepare(name, str(tmp_path / "out"), str(tmp_path / "in"))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_label_may_have_a_slash_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,Pass/Fail\n" + "1,yes\n2,no\n" * 30)
+    prepare("csv:a", str(tmp_path / "out"), str(tmp_path / "a.csv"), Options("Pass/Fail"))
+    prepare("rewrite", str(tmp_path / "copy"), str(tmp_path / "out"))
+    assert class_names(str(tmp_path / "copy"), "Pass/Fail") == ["no", "yes"]
+    assert (tmp_path / "copy" / "Pass.Fail.labels.txt").exists(), "the name that TFDS reads"
+
+
+@pytest.mark.parametrize(
+    ("bound", "missing", "times"), [(3, "0", 1), (3, "drop", 2), (2, "0", 2)], ids=str
+)
+def test_label_is_found_without_reading_the_file_again(
+    bound: int, missing: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def lines(path: str, layout: csv_files.Layout) -> Iterator[tuple[int, dict[str, str]]]:
+        opened.append(path)
+        return csv_files.lines(path, layout)
+
+    monkeypatch.setattr(csv, "lines", lines)
+    monkeypatch.setattr(columns, "_MOST_DIFFERENT", bound)
+    (tmp_path / "a.csv").write_text("x,y\n" + "1,b\n,c\n2,a\n" * 30)
+    found = csv.source("a", str(tmp_path / "a.csv"), Options(label="y", missing=missing))
+    assert found.files["y.labels.txt"].split() == (["a", "b"] if missing == "drop" else [*"abc"])
+    assert len(opened) == times
 
 
 @pytest.mark.parametrize(
@@ -160,6 +207,25 @@ def test_what_is_no_table_is_explained(content: bytes, message: str, tmp_path: P
     (tmp_path / "a.csv").write_bytes(content)
     with pytest.raises(DataError, match=message):
         csv.source("x", str(tmp_path / "a.csv"), NONE)
+
+
+@pytest.mark.parametrize(("before", "where"), [(5, "a.csv"), (30, "a.csv, line 32")])
+def test_values_may_be_long_but_a_quote_without_end_is_named(
+    before: int, where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path, lines = tmp_path / "a.csv", "x,y\n" + "1,b\n" * before
+    features = {"y": Feature("y", "text", "string", (), None, "none", "Text")}
+    path.write_text(f"{lines}2,{'a' * 200_000}\n")
+    csv.source("x", str(path), Options(test_fraction=0.5))
+    assert len(list(rows_of(str(path), features, ["y"]))) == before + 1
+    request.addfinalizer(functools.partial(field_size_limit, field_size_limit(1000)))
+    path.write_text(f'{lines}2,"' + "a" * 2000 + "\n")
+    for read in (
+        lambda: csv.source("x", str(path), Options()),
+        lambda: list(rows_of(str(path), features, ["y"])),
+    ):
+        with pytest.raises(DataError, match=f"{where}: a value has more than 1,000 .* write it tw"):
+            read()
 
 
 BOXES = b"0\t0\t62\t62\n"
@@ -286,6 +352,43 @@ def test_archive_of_cifar_is_answered_with_the_command_that_unpacks_it(tmp_path:
         pass
     with pytest.raises(DataError, match=r"tar -xf .*cifar\.tar\.gz"):
         prepare("cifar10", str(tmp_path / "out"), str(tmp_path / "cifar.tar.gz"))
+
+
+@pytest.mark.parametrize("kind", ["text", "parquet"])
+def test_linked_directories_are_read_as_others_and_each_once(kind: str, tmp_path: Path) -> None:
+    def write(path: Path, number: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "parquet":
+            pa, pq = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+            pq.write_table(pa.table({"x": [number] * 40}), path)
+        else:
+            path.write_bytes(b"%d" % number * 9999)
+
+    for directory in ("source", "plain"):
+        write(tmp_path / directory / "a" / "1.parquet", 1)
+    for path in ("elsewhere/2.parquet", "plain/a/b/2.parquet"):
+        write(tmp_path / path, 2)
+    (tmp_path / "source" / "a" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to("../source/a")
+    (tmp_path / "source" / "0").symlink_to("a")
+    (tmp_path / "source" / "all").symlink_to(tmp_path)
+    prepare(f"{kind}:x", str(tmp_path / "source" / "out"), str(tmp_path / "source"))
+    prepare(f"{kind}:x", str(tmp_path / "out"), str(tmp_path / "plain"))
+    assert digest(tmp_path / "source" / "out") == digest(tmp_path / "out")
+    given = f"{kind}:x", str(tmp_path / "source" / "out"), str(tmp_path / "source"), NONE
+    prepare(*given)  # Done already.
+    write(tmp_path / "elsewhere" / "2.parquet", 3)
+    with pytest.raises(DataError, match=r"a was 2 file.*, and is now 2 file"):
+        prepare(*given)
+
+
+def test_images_of_linked_directories_are_predicted_once(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"photos/a/1.png": PNG, "elsewhere/2.PNG": PNG, "elsewhere/.3.png": PNG})
+    (tmp_path / "photos" / "b").symlink_to("../elsewhere")
+    (tmp_path / "photos" / "a" / "all").symlink_to("..")
+    features = {"image": Feature("image", "image", "uint8", (1, 1, 1), None, "png", "Image")}
+    found = [about["file"] for about, _ in rows_of(str(tmp_path / "photos"), features, ["image"])]
+    assert found == [f"{tmp_path}/photos/{name}" for name in ("a/1.png", "b/2.PNG")]
 
 
 def test_paths_here_are_shown_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gzip
+import itertools
 import re
 import shlex
 import tracemalloc
@@ -46,9 +47,9 @@ def typed_options(message: str) -> dict[str, str]:
     return dict(word.removeprefix("--").split("=", 1) for word in words)
 
 
-def rewrite(given: dict[str, str]) -> None:
+def rewrite(given: dict[str, str], **how: bool) -> None:
     splits = Options(splits=given.get("splits", ""))
-    prepare("rewrite", given["data_dir"], given["source"], splits)
+    prepare("rewrite", given["data_dir"], given["source"], splits, **how)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,13 @@ def test_files_without_a_split_are_rewritten_by_the_command_in_the_refusal(
     assert contents(given["data_dir"], "train") + contents(given["data_dir"], "test") == RECORDS
     assert names.splits_in(given["data_dir"]) == ["test", "train"]
     write_folder(tmp_path / "in", {next(iter(made)): PLAIN})
-    with pytest.raises(DataError, match="is now"):
+    with pytest.raises(DataError, match=r"is now .* Add --overwrite"):
         rewrite(given)
+    write_folder(Path(given["data_dir"]), {".train.damage.json": b"{}"})  # Of a run.
+    rewrite(given, overwrite=True)
+    found = contents(given["data_dir"], "train") + contents(given["data_dir"], "test")
+    others = itertools.chain.from_iterable([*files.values()][1:])
+    assert sorted(found) == sorted([*RECORDS, *others])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ place."""
 
 import logging
 import os
+import re
 import shutil
 import struct
 import time
@@ -184,6 +185,28 @@ def test_usual_names_of_shards_are_found_in_order(tmp_path: Path, shards: list[s
     assert [os.path.basename(shard.path) for shard in split.shards] == shards
     assert records.open_split(str(tmp_path), "val").num_examples == len(shards)
     assert names.splits_in(str(tmp_path)) == ["pretrain", "test", "train", "val"]
+
+
+@pytest.mark.parametrize(
+    ("split", "others"),
+    [
+        (["train-0"], ["trainval-0", "train_small-00000-of-00001", "trainall"]),
+        (["test-0", "test-1"], ["test_v2-0", "testing_1"]),
+        (["val-0"], ["validation-0"]),
+        # Of one split are those that differ in letters and digits, or of which none is exactly it.
+        (["train_5000", "train_5c0e", "train_abcd"], []),
+        (["train_a", "train_b-0"], []),
+        (["train/train-0", "train/a-train", "train/b"], []),
+    ],
+)
+def test_split_has_no_shards_of_another_whose_name_begins_with_its_name(
+    split: list[str], others: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train").mkdir()
+    for name in [*split, *others]:
+        (tmp_path / f"{name}.tfrecord").write_bytes(framed(b"abc"))
+    found = names.shard_paths(str(tmp_path), re.split("[-_/]", split[0])[0])
+    assert found == [f"{tmp_path}/{name}.tfrecord" for name in sorted(split)]
 
 
 def fail(directory: Path | str, split: str = "train") -> str:

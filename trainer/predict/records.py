@@ -26,7 +26,7 @@ import numpy.typing as npt
 from data.example_features import Feature, Features
 from data.numerals import INTEGERS, NUMBERS, kind_of
 from data.system.extras import of_satellite
-from data.system.files import DataError, exists, is_dir, is_url, num_bytes_of, parent
+from data.system.files import DataError, exists, files_below, is_dir, is_url, num_bytes_of, parent
 from data.tfrecord.damage import readable
 from data.tfrecord.examples import Value, example_bytes
 from data.tfrecord.framing import compression_of, read_records, refuse_compressed
@@ -131,15 +131,12 @@ def _images(
             f"{folder} is a folder of images, but the model reads {', '.join(needed)}, of which "
             f"{len(names)} are images. Give a TFRecord, CSV or NPZ file with these."
         )
-    paths = [
-        os.path.join(parent, name)
-        for parent, _, files in os.walk(folder)
-        for name in files
-        if name.lower().endswith(_IMAGES) and not name.startswith(".")
-    ]
+    found = files_below(folder, lambda _: False)
+    paths = [path for path in found if path.lower().endswith(_IMAGES)]
+    paths = [path for path in paths if not os.path.basename(path).startswith(".")]
     if not paths:
         raise DataError(f"{folder} has no PNG or JPEG file. --input must be {_KINDS}.")
-    for path in sorted(paths):
+    for path in paths:
         with open(path, "rb") as file:
             yield {"file": path}, {names[0]: file.read()}
 

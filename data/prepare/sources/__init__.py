@@ -172,6 +172,18 @@ def is_ignored(name: str) -> bool:
     return name.startswith(".") or name in _IGNORED
 
 
+def check_utf8(paths: Iterable[str]) -> None:
+    """Raises DataError for a path that is not UTF-8, so that it can be no text of a data set."""
+    for path in paths:
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{path!r} is not UTF-8, as names in some old ZIP archives. Rename the file or "
+                "directory."
+            ) from None
+
+
 def open_unpacked(path: str) -> BinaryIO:
     """Opens a file to read its bytes. A GZIP file is decompressed while it is read."""
     with open(path, "rb") as file:

@@ -121,7 +121,7 @@ class ArrowColumn(Column):
         for kind, mask in kinds.items():
             if number := int(np.count_nonzero(mask)):
                 first = int(mask.argmax())
-                said = "" if kind == EMPTY else _str(values[first].as_py()) or "null"
+                said = "" if kind == EMPTY else _shown(values.slice(first, 1))
                 self._count(kind, number, path, rows[first], said)
 
     def _kinds_of_numbers(self, array: pa.Array, path: str, rows: Sequence[int]) -> dict[str, Mask]:
@@ -158,6 +158,10 @@ class ArrowColumn(Column):
             changes = (sizes > _MOST_FLOAT32_INTEGER) & (values.astype(np.float32) != values)
         double = changes | ((sizes < _LEAST_FLOAT32) & (sizes > 0) & (values.dtype == np.float64))
         return {**kinds, NUMBER: present & ~double, DOUBLE: present & double}
+
+    @override
+    def all_classes(self) -> None:
+        return None  # To read one column again costs little.
 
     @property
     @override
@@ -258,7 +262,13 @@ def as_text(array: pa.Array) -> pa.Array:
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
     if family_of(array.type) == NUMBER:
-        array = array.cast(pa.large_string())
+        try:
+            array = array.cast(pa.large_string())
+        except pa.ArrowInvalid as error:  # Of times whose time zone the system does not know.
+            raise DataError(
+                f"{array.type} cannot become text: {error}. Install tzdata, a package of the "
+                "operating system; or leave such columns out of --text."
+            ) from None
     elif pa.types.is_fixed_size_binary(array.type):
         array = array.cast(pa.binary())
     found = array.cast(pa.large_binary())
@@ -276,11 +286,16 @@ def texts_of(array: pa.Array) -> Values:
     return texts
 
 
-def _strings(array: pa.Array) -> list[str]:
-    return list(map(_str, array.to_pylist()))
+def _strings(texts: pa.Array) -> list[str]:
+    """Text as Python's, in which bytes that are not UTF-8 are replaced."""
+    return [text.decode(errors="replace").strip() for text in as_text(texts).to_pylist()]
 
 
-def _str(value: object) -> str:
-    if isinstance(value, bytes):
-        return value.decode(errors="replace").strip()
-    return "" if value is None else str(value).strip()
+def _shown(array: pa.Array) -> str:
+    """The only value of an array, for messages."""
+    if not array[0].is_valid:
+        return "null"
+    if family_of(array.type) == TEXT:
+        return _strings(array)[0] or "null"
+    # Times as they are stored: Python holds fewer, and needs other packages for some.
+    return str(numbers_of(array)[0][0] if _is_time(array.type) else array[0].as_py())

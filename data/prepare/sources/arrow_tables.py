@@ -95,7 +95,7 @@ class _Splits(Column):
     @override
     def add(self, values: pa.Array, path: str, rows: Sequence[int]) -> None:
         if pa.types.is_nested(values.type):  # Lists, for example: no names of splits.
-            found = list(map(str, values.to_pylist()))
+            found = [str(values.type)] * len(values)
         else:
             found = [value.decode(errors="replace") for value in as_text(values).to_pylist()]
         splits = list(map(split_named, found))

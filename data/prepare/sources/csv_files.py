@@ -42,6 +42,8 @@ _NO_TEXT = {
     b"\xd0\xcf\x11\xe0": "an Excel workbook: save it as CSV",
     b"PAR1": "a Parquet file: type parquet:NAME in place of csv:NAME",
 }
+# A value may be an article or an image in base64, but a quote without end must not take all memory.
+csv.field_size_limit(1 << 26)
 _DAMAGE = (csv.Error, OSError, EOFError, zlib.error)  # OSError: gzip's, of a file that is none.
 
 
@@ -210,7 +212,14 @@ def _known_encoding(given: str) -> str:
 
 def _unreadable(path: str, line: int, encoding: str, error: Exception) -> DataError:
     if not isinstance(error, UnicodeDecodeError):
-        return DataError(f"{path}, line {line}: {error}." if line else f"{path}: {error}.")
+        where = f"{path}, line {line}" if line else path
+        if not str(error).startswith("field larger than"):
+            return DataError(f"{where}: {error}.")
+        return DataError(
+            f"{where}: a value has more than {csv.field_size_limit():,} characters. Probably a "
+            "double quote is not closed: close it, or, if it belongs to the value, write it twice "
+            "and put the value in double quotes. Otherwise shorten the value."
+        )
     if encoding.startswith(("utf-16", "utf-32")):
         return DataError(f"{path} is not {encoding}, or is cut off: {error}. Copy it again.")
     byte = error.object[error.start]

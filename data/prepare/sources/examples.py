@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from data.example_features import labels_file
 from data.prepare.sources import Options, Source, SourceSplit, open_unpacked
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
@@ -31,6 +32,7 @@ Node = Mapping[str, object]
 ImageArrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
 
 _CLASSES = "tensorflow_datasets.core.features."
+_MOST_NAME_BYTES = 200  # Of 255, with the endings of a file that is not complete.
 
 
 class Classes(NamedTuple):
@@ -99,7 +101,7 @@ def labelled_images(
 
 
 def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> dict[str, str]:
-    """features.json, and LABEL.labels.txt with the names of each label's classes in order.
+    """features.json, and `labels_file` with the names of each label's classes in order.
 
     `labels` are described too: each in its place among `nodes`, or after them.
     """
@@ -120,8 +122,14 @@ def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> d
                 raise DataError(
                     f"{class_name!r} cannot be the name of a class: it is not one line of text."
                 )
-        if classes.names:
-            files[f"{key}.labels.txt"] = "".join(f"{name}\n" for name in classes.names)
+        if not classes.names:
+            continue
+        if (num_bytes := len(key.encode())) > _MOST_NAME_BYTES:
+            raise DataError(
+                f"The label {key!r} has {num_bytes} bytes, and its name becomes that of a file, "
+                f"which has at most {_MOST_NAME_BYTES} here. Give the column a shorter name."
+            )
+        files[labels_file(key)] = "".join(f"{name}\n" for name in classes.names)
     return files
 
 

@@ -18,6 +18,7 @@ from data.prepare.sources import (
     Options,
     Source,
     SourceSplit,
+    check_utf8,
     divided,
     is_ignored,
     refuse_fraction,
@@ -86,6 +87,7 @@ def source(name: str, path: str, options: Options) -> Source:
             f"{path} has no class folders. Needed is DIR/CLASS/IMAGE.png, or "
             "DIR/train/CLASS/IMAGE.png and DIR/test/CLASS/IMAGE.png"
         )
+    check_utf8(os.path.join(train_dir, name) for name in classes)
     found = {split: _files(where, classes, train_dir) for split, where in directories.items()}
     num_found = sum(map(len, found.values()))
     splits, is_text = _wanted(found)

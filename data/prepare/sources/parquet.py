@@ -8,6 +8,7 @@ Files are read by row groups, a few thousand rows at a time. The package pyarrow
 """
 
 import functools
+import itertools
 import os
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.numerals import INTEGERS, kind_of
-from data.prepare.sources import Options, Source, split_named, typed_path
+from data.prepare.sources import Options, Source, check_utf8, split_named, typed_path
 from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
 from data.prepare.sources.rewrite import paths_by_pattern
 from data.prepare.sources.tables import Chunk
-from data.system.files import DataError
+from data.system.files import DataError, files_below
 from data.tfrecord.shard_names import word_of
 
 SUFFIXES = (".parquet", ".parq", ".pq")
@@ -35,6 +36,7 @@ Partition = Mapping[str, str | None]
 def source(name: str, path: str, options: Options) -> Source:
     """The columns of Parquet files as features with the same names."""
     splits = _files(path, options)
+    check_utf8(itertools.chain.from_iterable(splits.values()))  # pyarrow opens no others.
     partitions = {file: _partition(path, file) for files in splits.values() for file in files}
     types = _partition_types(partitions)
     tables = {
@@ -57,13 +59,8 @@ def _files(path: str, options: Options) -> dict[str, list[str]]:
         raise DataError(f"There is no --source={path}. Give a file or directory that exists.")
     if options.splits:
         return paths_by_pattern(path, options.splits)
-    found = [
-        os.path.join(directory, name)
-        for directory, _, names in os.walk(path)
-        for name in names
-        if not any(part.startswith((".", "_")) for part in _parts(path, directory, name))
-    ]
-    paths = sorted(file for file in found if file.lower().endswith(SUFFIXES))
+    found = files_below(path, lambda each: os.path.basename(each).startswith((".", "_")))
+    paths = [file for file in found if file.lower().endswith(SUFFIXES)]
     if not paths:
         raise DataError(
             f"{path} has no Parquet files: none ends with {', '.join(SUFFIXES)}. If they have "
@@ -85,9 +82,8 @@ def _files(path: str, options: Options) -> dict[str, list[str]]:
     )
 
 
-def _parts(directory: str, *path: str) -> list[str]:
-    relative = os.path.relpath(os.path.join(*path), directory)
-    return [] if relative == "." else relative.split(os.sep)
+def _parts(directory: str, path: str) -> list[str]:
+    return os.path.relpath(path, directory).split(os.sep)
 
 
 def _split_of(parts: Sequence[str]) -> str:

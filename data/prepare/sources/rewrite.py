@@ -3,11 +3,12 @@
 source = source("rewrite", "in", Options(splits="train=part-*,test=more/part-*"))
 """
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from data.prepare.sources import Options, Source, SourceSplit, joined
+from data.prepare.sources import Options, Source, SourceSplit, check_utf8, joined
 from data.system import files
 from data.system.files import DataError
 from data.tfrecord import shard_names as names
@@ -25,6 +26,7 @@ def source(name: str, path: str, options: Options) -> Source:
         files_of = paths_by_pattern(path, options.splits)
     else:
         files_of = {split: names.shard_paths(path, split) for split in names.splits_in(path)}
+    check_utf8(itertools.chain.from_iterable(files_of.values()))  # TensorFlow opens no others.
     for split, shards in files_of.items():
         counts, num_bytes = [], 0
         announced = None if options.splits else names.shard_lengths_announced(path, split)

@@ -24,7 +24,7 @@ from data.prepare.sources import (
     test_fraction,
 )
 from data.prepare.sources.examples import feature_files, tensor
-from data.system.files import DataError
+from data.system.files import DataError, files_below
 from data.tfrecord.examples import example_bytes
 
 LENGTH = 256
@@ -92,13 +92,10 @@ def _files(path: str) -> list[tuple[str, int]]:
         return [(path, os.path.getsize(path))]
     if not os.path.isdir(path):
         raise DataError(f"--source={path} is neither a text file nor a directory.")
-    found = []
-    for directory, directories, names in os.walk(path):
-        directories[:] = sorted(name for name in directories if not name.startswith("."))
-        found += [os.path.join(directory, name) for name in names if not name.startswith(".")]
+    found = files_below(path, lambda each: os.path.basename(each).startswith("."))
     if not found:
         raise DataError(f"{path} has no files: give a text file, or a directory of text files.")
-    return [(file, os.path.getsize(file)) for file in sorted(found)]
+    return [(file, os.path.getsize(file)) for file in found]
 
 
 def _examples(
