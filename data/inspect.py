@@ -261,6 +261,8 @@ def _run(arguments: Sequence[str]) -> int:
         raise DataError("A directory is needed: --data_dir=DIR. --help lists the flags.")
     if len(chosen) > 1:
         raise DataError(f"Received: {' '.join(chosen)}. Leave one of them.")
+    if values.grid:
+        files.check_writable(values.grid, "grid")
     found = names.splits_in(data_dir, lost_too=values.verify)
     if not found:
         raise DataError(names.nothing_found(data_dir, "train"))

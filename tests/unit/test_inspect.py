@@ -217,6 +217,7 @@ def test_what_cannot_be_counted_is_said_and_the_other_records_are_copied(tmp_pat
         (("--data_dir={digits}", "--split=tset"), "no split 'tset', only test, train"),
         (("--data_dir={digits}", "--repair={digits}"), "is there already"),
         (("--data_dir={digits}", "--verfy"), "--help lists the flags"),
+        (("--data_dir={digits}", "--grid={tmp}/missing/x.png"), "x.png cannot be written: No such"),
     ],
 )
 def test_wrong_command_lines_end_with_2_and_a_hint(

@@ -20,7 +20,8 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.system.files import DataError
 from data.tfrecord.split import batched_records, open_split
-from trainer.predict.__main__ import _write_csv
+from tests.commands import run_python
+from trainer.predict.__main__ import _opened, _write_csv
 from trainer.predict.predicting import predict
 from trainer.predict.records import records_of
 
@@ -170,6 +171,66 @@ def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
         rows = list(csv.DictReader(out))
     assert [float(row["output_1"]) for row in rows] == [line["output"][1] for line in lines]
     assert json.loads(json.dumps(lines)) == lines
+
+
+def test_class_without_a_name_is_named_by_its_number(
+    run: trainer.Result, digits: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(digits, tmp_path / "data")
+    (data / "label.labels.txt").write_text("a\nb\nc\n")
+    lines = list(predict(run.model_dir, data_dir=str(data), num_examples=50))
+    lines.sort(key=lambda line: -line["predicted"])  # The first one has no name.
+    with open(tmp_path / "out.csv", "w", newline="") as out:
+        _write_csv(lines, out)
+    with open(tmp_path / "out.csv", newline="") as out:
+        found = {int(row["predicted"]): row["class"] for row in csv.DictReader(out)}
+    assert len(found.keys() & {0, 1, 2}) < len(found)
+    assert found == {number: "abc3456789"[number] for number in found}
+
+
+def test_rows_of_a_csv_file_have_equal_columns(tmp_path: Path) -> None:
+    lines = [{"example": 0, "output": [1.0]}, {"example": 1, "output": [1.0, 2.0]}]
+    with (
+        open(tmp_path / "out.csv", "w") as out,
+        pytest.raises(DataError, match=r"example 1 has a column output_1.*--output=.*jsonl"),
+    ):
+        _write_csv(lines, out)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DataError])
+def test_output_is_replaced_only_when_it_is_complete(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("former")
+    with pytest.raises(error), _opened(str(path)) as file:
+        file.write("a part")
+        raise error
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {path.name: "former"}
+    with _opened(str(path)) as file:
+        file.write("new")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {path.name: "new"}
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("x.csv", "is the file of --input, which would be lost"),
+        ("former.jsonl", "is no model"),
+        ("missing/x.csv", "missing/x.csv cannot be written: No such file"),
+    ],
+)
+def test_refused_command_leaves_all_files_as_they_are(
+    output: str, message: str, tmp_path: Path
+) -> None:
+    before = {"x.csv": "a,b\n1,2\n", "former.jsonl": "{}\n"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    words = ("nowhere", "--input=x.csv", f"--output={output}")
+    done = run_python("-m", "trainer.predict", *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(

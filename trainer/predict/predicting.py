@@ -61,7 +61,7 @@ def predict(
     `model` is a run, a checkpoint, a .keras file or a SavedModel. The examples are those of the
     files at `path`; without it, of `split` in the data of the run or in `data_dir`, by default the
     evaluation split. Keys without a value are left out; `predicted` is the class with the largest
-    output, where labels are classes.
+    output, where labels are classes, and `class` its name, or its number if others have names.
 
     Raises:
         ConfigError, DataError: the model or the data is missing, or they do not fit.
@@ -86,8 +86,9 @@ def predict(
             is_one = isinstance(output, np.ndarray) and output.ndim == 1
             if has_classes and is_one and output.size > 1:
                 line["predicted"] = int(output.argmax())
-                if line["predicted"] < len(source.class_names):
-                    line["class"] = source.class_names[line["predicted"]]
+                if names := source.class_names:
+                    number = line["predicted"]
+                    line["class"] = names[number] if number < len(names) else str(number)
             line["output"] = tf.nest.map_structure(_listed, output)
             yield line
             example += 1
