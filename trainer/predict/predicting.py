@@ -140,7 +140,7 @@ def _source(
         directory, split = data_dir or document["data_dir"], split or recipe.config.data.eval_split
         parse = parse_of(recipe, directory, loaded.declared)
         features = read_features(directory) if exists(join(directory, "features.json")) else None
-        labels = [recipe.config.data.label]
+        labels = list(filter(None, [recipe.config.data.label]))
     else:
         directory, split = data_dir or (path or "").rpartition("/")[0] or ".", split or "test"
         if path is None or is_records(path):
@@ -155,7 +155,12 @@ def _source(
         needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())
         known = [name for name in needed if features and name in features]
         labels += [name for name in known if features and features[name].kind == "label"]
-        records = records_of(path, features, needed, labels)
+        classes = {n: class_names(directory, n) if describes_classes else [] for n in labels}
+        numbers = {
+            name: {text: number for number, text in enumerate(found)}
+            for name, found in classes.items()
+        }
+        records = records_of(path, features, needed, numbers)
     used = labels_used(features, parse) if features and describes_classes else []
     names = class_names(directory, used[0]) if len(used) == 1 else []
     return _Source(records, parse, names, has_classes=features is None or bool(used))
