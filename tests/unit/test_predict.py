@@ -210,8 +210,8 @@ def test_output_is_replaced_only_when_it_is_complete(
 ) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("former")
-    with pytest.raises(error), _opened(str(path)) as file:
-        file.write("a part")
+    with pytest.raises(error), _opened(str(path)) as file:  # noqa: PT012  # It is the block that fails.
+        print("a part", file=file, flush=True)
         raise error
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {path.name: "former"}
     with _opened(str(path)) as file:
@@ -352,7 +352,10 @@ CLASSES = {"y": {"NA": 0, "cat": 1}}
         (["NA", "1", "1.0"], [0, 1, 1]),
         (np.array(["cat", "NA"]), [1, 0]),
         (np.array([b"cat", b"NA"]), [1, 0]),
-        (["NA", "dog"], r"x.csv, line 3: 'y' must be .* Received: 'dog'\. .*NA, cat\. .* leave 'y'"),
+        (
+            ["NA", "dog"],
+            r"x.csv, line 3: 'y' must be .* Received: 'dog'\. .*NA, cat\. .* leave 'y'",
+        ),
         (["NA", ""], "x.csv, line 3: 'y' must be .* Received: ''.* leave 'y' out of the file"),
         (np.array(["NA", "dog"]), "x.npz, row 1: 'y' must be .* Received: 'dog'"),
         (np.array([b"NA", b"dog"]), "x.npz, row 1: 'y' must be .* Received: 'dog'"),
@@ -385,6 +388,20 @@ def test_files_of_images_are_refused_if_training_had_other_values(
     needed = rf"a.png: 'x' is {dtype} .*numpy\.savez\('images.npz', x=images\).*--input=images.npz"
     with pytest.raises(DataError, match=needed):
         list(records_of(str(tmp_path), features, ["x"], {}))
+
+
+def test_data_that_a_model_without_a_run_cannot_choose_from_is_refused(
+    digits: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(digits, tmp_path / "data")
+    tree = json.loads((data / "features.json").read_text())
+    found = tree["featuresDict"]["features"]
+    found["a"] = found["b"] = found.pop("label")
+    (data / "features.json").write_text(json.dumps(tree))
+    build_model(trainer.Config()).save(tmp_path / "model.keras")
+    needed = "has 2 ClassLabels .* trainer.predict has no such flag: give it the run"
+    with pytest.raises(DataError, match=needed):
+        list(predict(str(tmp_path / "model.keras"), data_dir=str(data)))
 
 
 @pytest.mark.parametrize("content", ["", "an array", "cut"])

@@ -74,12 +74,11 @@ def main(argv: Sequence[str]) -> int:
         )
     if output:
         check_writable(output, "output")
-        if given.input and all(map(os.path.exists, (output, given.input))):
-            if os.path.samefile(output, given.input):
-                raise ConfigError(
-                    f"--output={output} is the file of --input, which would be lost. Type "
-                    "--output=predictions.jsonl."
-                )
+        if given.input and os.path.realpath(output) == os.path.realpath(given.input):
+            raise ConfigError(
+                f"--output={output} is the file of --input, which would be lost. Type "
+                "--output=predictions.jsonl."
+            )
     num_examples = given.num_examples
     if num_examples is None:
         num_examples = 0 if given.input else _SHOWN

@@ -147,7 +147,14 @@ def _source(
             features = read_features(directory)
         else:
             features, describes_classes = _features_of_file(path, loaded), False
-        parse = default_parse(features, declared=loaded.declared)
+        try:
+            parse = default_parse(features, declared=loaded.declared)
+        except DataError as error:
+            if "--config." not in str(error):
+                raise
+            raise DataError(
+                f"{error} trainer.predict has no such flag: give it the run that was trained so."
+            ) from None
     if path is None:
         batches = readable(batched_records(open_split(directory, split), _BATCH))
         records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
