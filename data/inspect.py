@@ -18,6 +18,7 @@ them are.
 | --- | --- |
 | 0 | done; with --verify: no damage |
 | 2 | bad usage, or damaged data; with --repair: nothing was written |
+| 130 | Ctrl-C |
 """
 
 import collections
