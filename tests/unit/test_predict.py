@@ -195,6 +195,16 @@ def test_class_without_a_name_is_named_by_its_number(
     assert found == {number: "abc3456789"[number] for number in found}
 
 
+def test_outputs_that_are_no_numbers_are_null_in_json(tmp_path: Path) -> None:
+    inputs = keras.Input((1,))
+    keras.Model(inputs, keras.ops.log(inputs)).save(tmp_path / "model.keras")
+    (tmp_path / "x.csv").write_text("x\n0\n1\n")
+    words = (str(tmp_path / "model.keras"), f"--input={tmp_path / 'x.csv'}")
+    done = run_python("-m", "trainer.predict", *words, check=True)
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines()]
+    assert [line["output"] for line in lines] == [[None], [0.0]]
+
+
 def test_rows_of_a_csv_file_have_equal_columns(tmp_path: Path) -> None:
     lines = [{"example": 0, "output": [1.0]}, {"example": 1, "output": [1.0, 2.0]}]
     with (

@@ -94,8 +94,9 @@ def test_runs_are_sorted_and_runs_without_the_value_come_last(directory: Path) -
     assert names("loss", reverse=True) == ["a", "b", "c"]
     assert names("learning_rate", reverse=True)[0] == "b"
     assert names("seconds") == ["c", "b", "a"]
-    with pytest.raises(ConfigError, match="--sort=losss: no run has it"):
-        ordered(runs, "losss", reverse=False)
+    for key in ("losss", "eval", "config"):  # The last two are no numbers or texts.
+        with pytest.raises(ConfigError, match=f"--sort={key}: no run has such a number or text"):
+            ordered(runs, key, reverse=False)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -138,6 +139,20 @@ def test_list_is_printed_as_table_and_as_json_without_tensorflow(directory: Path
     assert "tensorflow" not in {
         line.rpartition("|")[2].strip() for line in table.stderr.splitlines()
     }
+
+
+def test_json_has_all_fields_and_null_for_what_is_no_number(directory: Path) -> None:
+    path = directory / "a" / "result.json"
+    path.write_text('{"step": 40, "eval": {"loss": NaN, "l": [Infinity]}, "exit_code": 0}')
+    argv = ("-m", "trainer.runs", str(directory), "--json")
+    done = run_python(*argv, check=True)
+    runs = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert [run["eval"] for run in runs if run["run"].endswith("/a")] == [
+        {"loss": None, "l": [None]}
+    ]
+    refused = run_python(*argv, "--fields=loss")
+    assert refused.returncode == 2
+    assert "--json prints all fields. Leave --fields out." in refused.stderr
 
 
 def test_metrics_of_a_run_without_a_result_are_those_of_its_last_evaluation(

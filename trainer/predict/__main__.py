@@ -12,7 +12,6 @@ TFRecord, CSV or NPZ file, or a folder of images. They are parsed as in training
 
 import contextlib
 import csv
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from absl import flags
 from data.system.files import DataError, check_writable, exists, partial_name, rename
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import RunFiles
+from trainer.run_files import RunFiles, json_text
 from trainer.run_record.tools import prepare_tensorflow, run_tool
 from trainer.run_record.trust import check_trust, define_trust
 
@@ -94,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
             _write_csv(lines, file)
         else:
             for line in lines:
-                print(json.dumps(line), file=file)
+                print(json_text(line), file=file)
     return EXIT_DONE
 
 
