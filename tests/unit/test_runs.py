@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.commands import run_python
+from tests.unit.test_goodput import steps, write_process
 from trainer import load_run
 from trainer.config import ConfigError
-from trainer.run_record.summary import differences
+from trainer.run_record.summary import differences, summary
 from trainer.runs import default_fields, ordered, runs_under, table
 
 
@@ -76,6 +77,30 @@ def test_each_run_is_listed_once_with_its_best_value_and_the_time_of_all_process
     assert runs["a"]["seconds"] == 101.0 + 14.0
     assert (runs["b"]["best"], runs["b"]["seconds"], runs["b"]["exit_code"]) == (0.4, 101.0, 75)
     assert (runs["c"]["best"], runs["c"]["step"], runs["c"]["exit_code"]) == (None, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("begins", "seconds"),
+    [
+        ([0, 10, 20], 20 + 21 + 22),
+        ([0, 20, 10], 20 + 22),  # The reports of the second one were removed.
+        ([0, 10, 10, 25], 20 + 21 + 22),
+        ([0], 22),
+        ([], 22),
+    ],
+)
+def test_time_of_each_process_counts(begins: list[int], seconds: float, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, learning_rate=0.1, losses=[], exit_code=None)
+    lines = [
+        {"step": 10 * number, "split": "train", "loss": 1.0, "seconds": seconds}
+        for number, seconds in enumerate((20.0, 21.0, 22.0), start=1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for number, step in enumerate(begins):
+        trained = [{"seconds": {"start": 5.0}}, steps(step, step + 9, start=5.0, compute=20.0)]
+        write_process(run, number, 100.0 * number, trained, task="chief-0")
+    assert summary(str(run))["seconds"] == seconds
 
 
 def test_only_fields_that_differ_and_matter_are_shown(directory: Path) -> None:
