@@ -18,6 +18,7 @@ them are.
 | --- | --- |
 | 0 | done; with --verify: no damage |
 | 2 | bad usage, or damaged data; with --repair: nothing was written |
+| 130 | Ctrl-C |
 """
 
 import collections
@@ -82,9 +83,9 @@ def describe(data_dir: str, splits: Sequence[str], num_examples: int) -> Iterato
 
 def verify(data_dir: str, splits: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Reads every byte; yields (a line for people, True if the line reports damage)."""
-    present = names.splits_in(data_dir)
+    lost = {*names.splits_in(data_dir, lost_too=True)} - {*names.splits_in(data_dir)}
     for name in splits:
-        if name not in present:
+        if name in lost:
             index = os.path.basename(records.index_path(data_dir, name))
             yield (
                 f"{name}: all files of this split are missing, but {index} or dataset_info.json "
@@ -211,7 +212,9 @@ def _shown(record: bytes) -> str:
     for name, feature in sorted(example.features.feature.items()):
         kind = feature.WhichOneof("kind")
         values = list(getattr(feature, kind).value) if kind else []
-        show: Callable[..., str] = _shown_bytes if kind == "bytes_list" else "{:g}".format
+        show: Callable[..., str] = str
+        if kind != "int64_list":
+            show = _shown_bytes if kind == "bytes_list" else "{:g}".format
         text = ", ".join(map(show, values[:_MOST_VALUES]))
         more = f", ... ({len(values):,})" if len(values) > _MOST_VALUES else ""
         shown.append(f"{name}={text}{more}")
@@ -261,10 +264,16 @@ def _run(arguments: Sequence[str]) -> int:
         raise DataError("A directory is needed: --data_dir=DIR. --help lists the flags.")
     if len(chosen) > 1:
         raise DataError(f"Received: {' '.join(chosen)}. Leave one of them.")
+    if chosen not in ([], ["--grid"]) and flags.FLAGS["num_examples"].present:
+        raise DataError(f"{chosen[0]} shows no examples. Leave --num_examples out.")
+    if values.grid:
+        files.check_writable(values.grid, "grid")
     found = names.splits_in(data_dir, lost_too=values.verify)
     if not found:
         raise DataError(names.nothing_found(data_dir, "train"))
     splits = [values.split] if values.split else found
+    if values.split and values.split not in found:
+        names.shard_paths(data_dir, values.split)  # Raises DataError, unless names are unusual.
     if values.verify:
         is_damaged = False
         for line, reports_damage in verify(data_dir, splits):

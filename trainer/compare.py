@@ -15,7 +15,6 @@ cover other steps.
 """
 
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ from data.system.scratch import plain_path
 from trainer import run_files
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
-from trainer.run_files import DIGESTS, NUM_STEPS, PART_DIGESTS, Document, RunFiles
+from trainer.run_files import DIGESTS, NUM_STEPS, PART_DIGESTS, Document, RunFiles, json_text
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 EXIT_DIFFERENT = 1
@@ -305,7 +304,7 @@ def main(argv: Sequence[str]) -> int:
     found = compare(left, right)
     if flags.FLAGS.json:
         document = {"is_equal": found.is_equal, "config": different, **asdict(found)}
-        print(json.dumps(document, indent=2))
+        print(json_text(document, indent=2))
         return EXIT_DONE if found.is_equal else EXIT_DIFFERENT
     for line in different:
         print(f"config.{line}")

@@ -8,6 +8,7 @@ checks of a field with the field, and `build.py` checks what needs the model.
 """
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,8 +32,8 @@ def check(config: Config) -> None:
         _check_field(name, item.metadata, default, values[name])
     if config.seed >= 2**32:
         raise ConfigError(f"config.seed must be below 2**32. Received: seed={config.seed}.")
-    if not config.learning_rate > 0:
-        raise must_be("above 0", "learning_rate", config.learning_rate, 0.001)
+    if not 0 < config.learning_rate < math.inf:
+        raise must_be("a finite number above 0", "learning_rate", config.learning_rate, 0.001)
     if config.recover_from_nan and not config.checkpoint_every_steps:
         raise ConfigError(
             f"config.recover_from_nan={config.recover_from_nan} needs checkpoints to go back to, "
@@ -197,10 +198,15 @@ def _check_options(config: Config) -> None:
         )
     weights = config.class_weight
     if not isinstance(weights, Mapping) or not all(
-        type(index) is int and index >= 0 and isinstance(weight, int | float) and weight >= 0
+        type(index) is int
+        and index >= 0
+        and isinstance(weight, int | float)
+        and 0 <= weight < math.inf
         for index, weight in weights.items()
     ):
-        raise must_be("indices of classes with weights from 0", "class_weight", weights, "'{0: 2}'")
+        raise must_be(
+            "indices of classes with finite weights from 0", "class_weight", weights, "'{0: 2}'"
+        )
     if config.virtual_replicas & (config.virtual_replicas - 1):
         raise must_be("0 or a power of two", "virtual_replicas", config.virtual_replicas, 8)
     if config.virtual_replicas and (chosen := config.local_steps.chosen):

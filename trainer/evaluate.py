@@ -8,12 +8,12 @@ The model, the loss, the metrics and the data are those of the run: its config.j
 say which. The metrics are the trainer's own, up to rounding. A checkpoint of any strategy works.
 """
 
-import json
 from collections.abc import Sequence
 
 from absl import flags
 
 from trainer.exit_codes import EXIT_DONE
+from trainer.run_files import json_text
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 from trainer.run_record.trust import check_trust, define_trust
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
     found = evaluate(model_dir, flags.FLAGS.checkpoint, flags.FLAGS.split, flags.FLAGS.data_dir)
     if flags.FLAGS.json:
-        print(json.dumps(found))
+        print(json_text(found))
         return EXIT_DONE
     shown = [f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
     words = [found["checkpoint"], found["split"], *shown, f"{found['examples']:,} examples"]

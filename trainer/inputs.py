@@ -380,9 +380,10 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         damages = [damage for split in splits for damage in verify(split)]
         listed = "\n  ".join(str(damage) for damage in damages[:10]) or first_line(error)
         raise DataError(
-            f"Records are corrupt:\n  {listed}\nWrite these files anew, or leave "
-            f"such records out, which is counted: --config.data.on_corrupt={SKIP} (if that is set, "
-            "remove .SPLIT.damage.json, which lists them as undamaged)."
+            f"Records are corrupt:\n  {listed}\nWrite these files anew; or copy the other records, "
+            "python -m data.inspect --data_dir=DIR --repair=NEW_DIR, and give --data_dir=NEW_DIR; "
+            f"or train with --config.data.on_corrupt={SKIP}, which leaves them out and counts them "
+            "(if that is set, remove .SPLIT.damage.json, which lists them as undamaged)."
         ) from error
     except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error

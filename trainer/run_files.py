@@ -327,8 +327,7 @@ def clock(seconds: float) -> str:
 
 def _write_json(path: str, document: Document) -> None:
     """Writes `document` to `path` in one piece: a reader sees the old file or the new one."""
-    text = json.dumps(without_nan(document), indent=2, allow_nan=False)
-    replace_file(path, f"{text}\n".encode())
+    replace_file(path, f"{json_text(document, indent=2)}\n".encode())
 
 
 def _read_json(path: str, types: Mapping[str, type]) -> Document:
@@ -354,8 +353,14 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def without_nan(value: object) -> object:
-    """`value` with null for NaN and infinities, which JSON does not have."""
+def json_text(value: object, indent: int | None = None) -> str:
+    """`value` as JSON, with null for NaN and infinities, which JSON does not have."""
+    return json.dumps(_without_nan(value), indent=indent, allow_nan=False)
+
+
+def _without_nan(value: object) -> object:
     if isinstance(value, Mapping):
-        return {key: without_nan(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,7 +9,6 @@ its last step, its training time, how it ended, and the fields that differ from 
 The exit code is that of the run's last process; "-" if it has not ended by itself.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -21,7 +20,7 @@ from absl import flags
 
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import Document, RunFileError, clock
+from trainer.run_files import Document, RunFileError, clock, json_text
 from trainer.run_record.summary import differences, summary
 from trainer.run_record.tools import run_tool
 
@@ -55,17 +54,20 @@ def value_of(run: Document, name: str) -> Any:
 
 
 def ordered(runs: Sequence[Document], key: str, *, reverse: bool) -> list[Document]:
-    """`runs` sorted by `key`; a run that lacks the value comes last.
+    """`runs` sorted by `key`; a run that lacks the value, a number or text, comes last.
 
     Raises ConfigError if no run has it.
     """
     values = [(value_of(run, key), run) for run in runs]
-    found = [(value, run) for value, run in values if value is not None]
+    found = [(value, run) for value, run in values if isinstance(value, (int, float, str))]
     if not found:
-        raise ConfigError(f"--sort={key}: no run has it. Type --sort=loss, for example.")
+        raise ConfigError(
+            f"--sort={key}: no run has such a number or text. Type --sort=loss, for example."
+        )
+    others = [run for value, run in values if not isinstance(value, (int, float, str))]
     # Fields of one name may have several types.
     found.sort(key=lambda pair: (isinstance(pair[0], str), pair[0]), reverse=reverse)
-    return [run for _, run in found] + [run for value, run in values if value is None]
+    return [run for _, run in found] + others
 
 
 def default_fields(runs: Sequence[Document], key: str) -> list[str]:
@@ -177,11 +179,13 @@ def main(argv: Sequence[str]) -> int:
     directory = argv[1] if len(argv) == 2 else "runs"
     if not os.path.isdir(directory):
         raise ConfigError(f"There is no directory {directory}. Give the directory of your runs.")
+    if flags.FLAGS.json and flags.FLAGS.fields:
+        raise ConfigError("--json prints all fields. Leave --fields out.")
     runs = runs_under(directory)
     if runs:
         runs = ordered(runs, flags.FLAGS.sort, reverse=flags.FLAGS.reverse)
     if flags.FLAGS.json:
-        print(json.dumps(runs, indent=2))
+        print(json_text(runs, indent=2))
     elif not runs:
         print(f"There is no run under {directory}.", file=sys.stderr)
     else:

@@ -218,6 +218,27 @@ def replace_file(path: str, content: bytes) -> None:
             remove_file(partial)
 
 
+def check_writable(path: str, flag: str) -> None:
+    """Raises DataError if the local file `path`, which `flag` gives, cannot be written.
+
+    Nothing is changed: a command calls it before its work, and writes the file at its end.
+    """
+    if is_url(path):  # Object stores have no directories that may be missing.
+        return
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        partial = partial_name(path)
+        create_new(partial, b"")
+        remove_file(partial)
+    except OSError as error:
+        ending = os.path.splitext(path)[1]
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists "
+            f"and can be written: --{flag}=FILE{ending}"
+        ) from None
+
+
 def create_new(path: str, content: bytes) -> bool:
     """Writes a file if there is none; returns False, and changes nothing, if there is one.
 

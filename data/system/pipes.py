@@ -6,7 +6,8 @@
         train()
 
 With `ends_with_reader` the command ends without a message, and with the exit code that a shell
-gives to SIGPIPE. With `outlives_terminal` it goes on.
+gives to SIGPIPE; after Ctrl-C with one line, and the exit code of SIGINT. With `outlives_terminal`
+it goes on.
 """
 
 import contextlib
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 EXIT_WITHOUT_READER = 128 + signal.SIGPIPE
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextlib.contextmanager
 def ends_with_reader() -> Iterator[None]:
-    """Ends this process if what it prints cannot be read any more."""
+    """Ends this process if what it prints cannot be read any more, and after Ctrl-C."""
     try:
         try:
             yield
@@ -37,6 +39,9 @@ def ends_with_reader() -> Iterator[None]:
             if sys.stdout is not None:
                 sys.stdout.flush()  # Otherwise the exit of Python does it, and prints a message.
             raise
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         if not is_reader_gone():
             raise

@@ -5,6 +5,7 @@ Known names: `NAME-SPLIT.tfrecord-00000-of-00003` (tensorflow-datasets), `SPLIT.
 the files in the directory `SPLIT/` are the shards, as of Spark: `SPLIT/part-r-00000`.
 """
 
+import difflib
 import json
 import os
 import re
@@ -160,10 +161,11 @@ def nothing_found(data_dir: str, split: str) -> str:
     if others := sorted(_split_names(names) or _split_dirs(data_dir, names)):
         to_train = next((name for name in others if word_of("train", name)), others[0])
         rest = [name for name in others if name != to_train] or others
+        (near,) = difflib.get_close_matches(split, others, n=1, cutoff=0)
         to_evaluate = next((name for name in rest if word_of("test", name)), rest[-1])
         message = (
             f"{data_dir} has no split {split!r}, only {', '.join(others)}. Add the shards, or name "
-            f"one of these: --config.data.train_split={to_train}, or "
+            f"one of these: --split={near}, or in training --config.data.train_split={to_train} or "
             f"--config.data.eval_split={to_evaluate}."
         )
         unnamed = _any_names(data_dir)

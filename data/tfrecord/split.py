@@ -219,7 +219,7 @@ def check_record_bytes(split: Split, most: int) -> None:
                 raise DataError(
                     f"{shard.path}: record {first + at} at byte {starts[at]} has {longest:,} "
                     f"bytes, more than config.data.max_record_bytes={most}. Records are read into "
-                    "memory, each several times. If this one is as it should be, type "
+                    "memory, each several times. If this one is as it should be, train with "
                     f"--config.data.max_record_bytes={longest}. Otherwise write the file again."
                 )
 

@@ -79,6 +79,17 @@ def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
     assert "dense/kernel" in compared.stdout
 
 
+def test_metric_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    config = tmp_path / "mine.py"
+    shipped = (ROOT / "configs" / "digits.py").read_text()
+    metric = "metrics = {'bad': lambda labels, outputs: outputs[:, 0] * float('nan')}"
+    config.write_text(f"{shipped}\n{metric}\n")
+    flags = (f"--config={config}", "--config.best_metric=loss", "--train_steps=2")
+    train("mirrored-1", tmp_path / "run", *flags)
+    done = tool("trainer.evaluate", str(tmp_path / "run"), "--json")
+    assert json.loads(done.stdout, parse_constant=pytest.fail)["bad"] is None
+
+
 def test_damaged_newest_checkpoint_is_refused_unless_another_is_asked_for(
     tmp_path: Path,
 ) -> None:

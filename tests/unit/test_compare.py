@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.commands import run_python
 from trainer.checkpoints.file_checks import contents_of
 from trainer.checkpoints.marks import signed
 from trainer.compare import Comparison, compare
@@ -163,6 +164,18 @@ def test_first_different_report_is_found(tmp_path: Path) -> None:
     assert found.reports is not None
     assert (found.reports.equal_step, found.reports.step) == (2, 3)
     assert next(iter(found.reports.differ)) == "loss of split train"
+
+
+def test_differences_that_are_no_numbers_are_null_in_json(tmp_path: Path) -> None:
+    document = {"recipe": "a.py", "data_dir": "", "config": {"data": {"eval_split": "test"}}}
+    for name, loss in (("a", 0.5), ("b", None)):
+        write_reports(tmp_path / name, [{"step": 1, "split": "train", "loss": loss}])
+        (tmp_path / name / "config.json").write_text(json.dumps(document))
+    words = (str(tmp_path / "a"), str(tmp_path / "b"), "--json")
+    done = run_python("-m", "trainer.compare", *words)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert found["reports"]["differ"] == {"loss of split train": None}
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:

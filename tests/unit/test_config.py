@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_shipped_configs_pass_their_own_checks(path: Path) -> None:
 
 
 COUNTS = ("batch_size", "train_steps", "steps_per_call", "log_every_steps", "keep_checkpoints")
-NO_WEIGHTS: list[Any] = [{-1: 2.0}, {"0": 2.0}, {0: -1.0}, {True: 2.0}, {0: "x"}]
+NO_WEIGHTS: list[Any] = [{-1: 2.0}, {"0": 2.0}, {0: -1.0}, {True: 2.0}, {0: "x"}, {0: math.inf}]
 TOO_LARGE = "{0}=1,000,000,000,000,000 needs 46,566,128.7 GiB .* Type .*--config.{0}=1024"
 
 
@@ -93,7 +94,7 @@ def test_values_within_their_bounds_are_accepted(fields: dict[str, Any]) -> None
     ("fields", "said"),
     [
         *(({name: 0}, f"config.{name} must be at least 1. .*{name}=0") for name in COUNTS),
-        *(({"learning_rate": rate}, "learning_rate") for rate in (0.0, -1.0, float("nan"))),
+        *(({"learning_rate": rate}, "learning_rate") for rate in (0.0, -1.0, math.nan, math.inf)),
         ({"batch_size": 64, "data": DataConfig(lanes=10)}, "lanes=10, batch_size=64"),
         *(
             ({"class_weight": weights}, r"Type --config\.class_weight='\{0: 2\}'")

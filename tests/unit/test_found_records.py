@@ -72,7 +72,9 @@ def test_files_of_splits_are_read_in_place(train: str, test: str, tmp_path: Path
         assert contents(tmp_path, "test") == [*RECORDS, b"more"]
     made = {path.name for path in tmp_path.rglob("*index*")}
     assert made == {".train.index.npz", ".test.index.npz"}
-    assert "--config.data.eval_split=test" in fail(tmp_path, "val")
+    said = fail(tmp_path, "trian")
+    assert "--split=train, or in training " in said
+    assert "--config.data.eval_split=test" in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from data.disk_reader import DiskReader
 from data.system.files import DataError
 from data.tfrecord.split import Split
 from strategies.base import Tensor
+from tests.damage import flip_bit
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.batch_checks import _state_of, check_batches
 from trainer.build import build_learner
@@ -64,6 +66,19 @@ def test_message_names_a_shard_that_was_cut_while_it_was_read(tmp_path: Path) ->
     said = f"changed while they were read:\n.*{left} bytes"
     num_batches = 2 * reader.split.num_examples // reader.order.batch_size
     with pytest.raises(DataError, match=said), data_errors_explained(Inputs(reader, reader)):
+        list(DiskReader(reader).batches(0, range(reader.order.lanes), num_batches))
+
+
+def test_message_about_damage_names_flags_of_all_commands(tmp_path: Path) -> None:
+    reader = make_reader(write_split(tmp_path))
+    flip_bit(Path(reader.split.shards[0].path), 20)
+    said = f"{reader.split.shards[0].path}: record 0 .*--repair=NEW_DIR, and give --data_dir=NEW"
+    said += ".* train with --config.data.on_corrupt=skip"
+    num_batches = reader.split.num_examples // reader.order.batch_size
+    with (
+        pytest.raises(DataError, match=re.compile(said, re.DOTALL)),
+        data_errors_explained(Inputs(reader, reader)),
+    ):
         list(DiskReader(reader).batches(0, range(reader.order.lanes), num_batches))
 
 

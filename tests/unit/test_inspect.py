@@ -57,6 +57,13 @@ def test_names_of_classes_and_text_are_shown(tmp_path: Path) -> None:
     assert not any(line.startswith("test: ") for line in lines)
 
 
+def test_integers_are_shown_with_all_digits(tmp_path: Path) -> None:
+    serialized = [example_bytes({"id": 1234567890123, "x": 0.1})]
+    write_shards(serialized, str(tmp_path), "toy", "train", 1, 1)
+    lines = list(inspect.describe(str(tmp_path), ["train"], num_examples=1))
+    assert lines[-1] == "  example 0: id=1234567890123  x=0.1"
+
+
 def test_records_without_features_are_described_as_they_are(tmp_path: Path) -> None:
     prepare("digits", str(tmp_path / "out"), options=Options(layout="image_raw"))
     (tmp_path / "out" / "features.json").unlink()
@@ -214,9 +221,21 @@ def test_what_cannot_be_counted_is_said_and_the_other_records_are_copied(tmp_pat
         (("--data_dir={tmp}", "--verify", "--repair=x"), "--verify --repair. Leave one of them"),
         (("--data_dir={tmp}/nowhere",), "There is no directory"),
         (("--data_dir={tmp}",), "holds no TFRecord shards"),
-        (("--data_dir={digits}", "--split=tset"), "no split 'tset', only test, train"),
+        (
+            ("--data_dir={digits}", "--split=tset"),
+            "only test, train. Add the shards, or name one of these: --split=test,",
+        ),
+        (
+            ("--data_dir={digits}", "--split=trian", "--verify"),
+            "no split 'trian', only test, train",
+        ),
+        (
+            ("--data_dir={digits}", "--ids", "--num_examples=5"),
+            "--ids shows no examples. Leave --num",
+        ),
         (("--data_dir={digits}", "--repair={digits}"), "is there already"),
         (("--data_dir={digits}", "--verfy"), "--help lists the flags"),
+        (("--data_dir={digits}", "--grid={tmp}/missing/x.png"), "x.png cannot be written: No such"),
     ],
 )
 def test_wrong_command_lines_end_with_2_and_a_hint(
@@ -226,6 +245,7 @@ def test_wrong_command_lines_end_with_2_and_a_hint(
     done = run(*(argument.format(tmp=tmp_path, digits=digits) for argument in arguments))
     assert done.returncode == 2
     assert message in done.stderr
+    assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert digest(digits) == before
     assert list(tmp_path.iterdir()) == []

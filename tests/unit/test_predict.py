@@ -20,9 +20,10 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.system.files import DataError
 from data.tfrecord.split import batched_records, open_split
-from trainer.predict.__main__ import _write_csv
+from tests.commands import run_python
+from trainer.predict.__main__ import _opened, _write_csv
 from trainer.predict.predicting import predict
-from trainer.predict.records import records_of
+from trainer.predict.records import read_npz, records_of
 
 NUM = 12
 
@@ -58,6 +59,13 @@ def get_config():
 def build_model(config):
     from tests.unit.test_predict import build_model
     return build_model(config)
+"""
+
+
+TABLE_MODEL = """
+def build_model(config):
+    import keras
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
 """
 
 
@@ -172,6 +180,76 @@ def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     assert json.loads(json.dumps(lines)) == lines
 
 
+def test_class_without_a_name_is_named_by_its_number(
+    run: trainer.Result, digits: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(digits, tmp_path / "data")
+    (data / "label.labels.txt").write_text("a\nb\nc\n")
+    lines = list(predict(run.model_dir, data_dir=str(data), num_examples=50))
+    lines.sort(key=lambda line: -line["predicted"])  # The first one has no name.
+    with open(tmp_path / "out.csv", "w", newline="") as out:
+        _write_csv(lines, out)
+    with open(tmp_path / "out.csv", newline="") as out:
+        found = {int(row["predicted"]): row["class"] for row in csv.DictReader(out)}
+    assert len(found.keys() & {0, 1, 2}) < len(found)
+    assert found == {number: "abc3456789"[number] for number in found}
+
+
+def test_outputs_that_are_no_numbers_are_null_in_json(tmp_path: Path) -> None:
+    inputs = keras.Input((1,))
+    keras.Model(inputs, keras.ops.log(inputs)).save(tmp_path / "model.keras")
+    (tmp_path / "x.csv").write_text("x\n0\n1\n")
+    words = (str(tmp_path / "model.keras"), f"--input={tmp_path / 'x.csv'}")
+    done = run_python("-m", "trainer.predict", *words, check=True)
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines()]
+    assert [line["output"] for line in lines] == [[None], [0.0]]
+
+
+def test_rows_of_a_csv_file_have_equal_columns(tmp_path: Path) -> None:
+    lines = [{"example": 0, "output": [1.0]}, {"example": 1, "output": [1.0, 2.0]}]
+    with (
+        open(tmp_path / "out.csv", "w") as out,
+        pytest.raises(DataError, match=r"example 1 has a column output_1.*--output=.*jsonl"),
+    ):
+        _write_csv(lines, out)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DataError])
+def test_output_is_replaced_only_when_it_is_complete(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("former")
+    with pytest.raises(error), _opened(str(path)) as file:  # noqa: PT012  # It is the block that fails.
+        print("a part", file=file, flush=True)
+        raise error
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {path.name: "former"}
+    with _opened(str(path)) as file:
+        file.write("new")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {path.name: "new"}
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("x.csv", "is the file of --input, which would be lost"),
+        ("former.jsonl", "is no model"),
+        ("missing/x.csv", "missing/x.csv cannot be written: No such file"),
+    ],
+)
+def test_refused_command_leaves_all_files_as_they_are(
+    output: str, message: str, tmp_path: Path
+) -> None:
+    before = {"x.csv": "a,b\n1,2\n", "former.jsonl": "{}\n"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    words = ("nowhere", "--input=x.csv", f"--output={output}")
+    done = run_python("-m", "trainer.predict", *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -187,7 +265,7 @@ def test_table_is_read_as_data_prepare_reads_it(name: str, content: str, tmp_pat
     features = Features([word, number], "")
     encoded = content.encode()
     (tmp_path / name).write_bytes(gzip.compress(encoded) if name.endswith(".gz") else encoded)
-    ((_, record),) = records_of(str(tmp_path / name), features, ["word", "number"], ())
+    ((_, record),) = records_of(str(tmp_path / name), features, ["word", "number"], {})
     found = features.parse_example(tf.constant([record]))
     assert (found["word"].numpy().tolist(), found["number"].numpy().tolist()) == ([b"b"], [7])
 
@@ -199,7 +277,12 @@ def test_table_is_read_as_data_prepare_reads_it(name: str, content: str, tmp_pat
         ("float64", "1700000000.5", 1700000000.5),
         ("float32", ".5", 0.5),
         ("string", "007", b"007"),
-        ("int64", "1_000", "must be of type int64. Received: '1_000'"),
+        ("int64", "1.0", 1),
+        ("int64", "007", 7),
+        ("float32", "007", 7.0),
+        ("int64", "1_000", "x.csv, line 2: 'x' must be of type int64. Received: '1_000'"),
+        ("int64", "1.5", "must be of type int64. Received: '1.5'"),
+        ("int64", "9223372036854775808", "must be of type int64. Received: '9223372036854775808'"),
         ("float32", "inf", "must be of type float64. Received: 'inf'"),
         ("float32", "1700000001", "Feature 'x' has a value that float32 does not hold"),
     ],
@@ -245,7 +328,7 @@ def test_values_of_files_are_stored_as_the_training_data_was(
         Path(path).write_text(f"x,y\n{given},\n")
     else:
         np.savez(path, x=given[np.newaxis])
-    records = records_of(path, features, ["x"], ())
+    records = records_of(path, features, ["x"], {})
     if isinstance(read, str):
         with pytest.raises(DataError, match=read):
             list(records)
@@ -253,6 +336,96 @@ def test_values_of_files_are_stored_as_the_training_data_was(
         serialized = tf.constant([record for _, record in records])
         (stored,) = features.parse_example(serialized)["x"].numpy()
         np.testing.assert_array_equal(stored, np.array(read, stored.dtype))
+
+
+@pytest.mark.slow
+def test_table_that_a_run_was_prepared_from_is_predicted(tmp_path: Path) -> None:
+    """Its label has names, also NA; an integer is written as 1.0, a float as 007."""
+    rows = ["1.0,007,cat", "2,0.5,NA", "3,1e3,cat"] * 20
+    (tmp_path / "x.csv").write_text("\n".join(["a,b,kind", *rows]))
+    how = Options(label="kind", integer="a", float="b", test_fraction=0.4)
+    prepare("csv:x", str(tmp_path / "data"), str(tmp_path / "x.csv"), how)
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(RECIPE.partition("def build_model")[0] + TABLE_MODEL)
+    run = trainer.train(recipe, data_dir=tmp_path / "data", model_dir=tmp_path / "run")
+    lines = list(predict(run.model_dir, str(tmp_path / "x.csv"), num_examples=3))
+    assert [line["label"] for line in lines] == [1, 0, 1], "NA comes before cat"
+    assert {line["class"] for line in lines} <= {"NA", "cat"}
+
+
+CLASSES = {"y": {"NA": 0, "cat": 1}}
+
+
+@pytest.mark.parametrize(
+    ("labels", "read"),
+    [
+        (["NA", "1", "1.0"], [0, 1, 1]),
+        (np.array(["cat", "NA"]), [1, 0]),
+        (np.array([b"cat", b"NA"]), [1, 0]),
+        (
+            ["NA", "dog"],
+            r"x.csv, line 3: 'y' must be .* Received: 'dog'\. .*NA, cat\. .* leave 'y'",
+        ),
+        (["NA", ""], "x.csv, line 3: 'y' must be .* Received: ''.* leave 'y' out of the file"),
+        (np.array(["NA", "dog"]), "x.npz, row 1: 'y' must be .* Received: 'dog'"),
+        (np.array([b"NA", b"dog"]), "x.npz, row 1: 'y' must be .* Received: 'dog'"),
+    ],
+)
+def test_labels_of_files_are_numbers_or_names_of_classes(
+    labels: list[str] | npt.NDArray[Any], read: list[int] | str, tmp_path: Path
+) -> None:
+    features = Features([Feature("y", "label", "int64", (), 2, "none", "ClassLabel")], "")
+    path = str(tmp_path / ("x.csv" if isinstance(labels, list) else "x.npz"))
+    if isinstance(labels, list):
+        Path(path).write_text("x,y\n" + "".join(f"1,{label}\n" for label in labels))
+    else:
+        np.savez(path, y=labels)
+    records = records_of(path, features, ["y"], CLASSES)
+    if isinstance(read, str):
+        with pytest.raises(DataError, match=read):
+            list(records)
+    else:
+        serialized = tf.constant([record for _, record in records])
+        assert features.parse_example(serialized)["y"].numpy().tolist() == read
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_files_of_images_are_refused_if_training_had_other_values(
+    dtype: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(tf.io.encode_png(np.zeros([8, 8, 1], np.uint8)).numpy())
+    features = Features([Feature("x", "tensor", dtype, (8, 8, 1), None, "bytes", "Tensor")], "")
+    needed = rf"a.png: 'x' is {dtype} .*numpy\.savez\('images.npz', x=images\).*--input=images.npz"
+    with pytest.raises(DataError, match=needed):
+        list(records_of(str(tmp_path), features, ["x"], {}))
+
+
+def test_data_that_a_model_without_a_run_cannot_choose_from_is_refused(
+    digits: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(digits, tmp_path / "data")
+    tree = json.loads((data / "features.json").read_text())
+    found = tree["featuresDict"]["features"]
+    found["a"] = found["b"] = found.pop("label")
+    (data / "features.json").write_text(json.dumps(tree))
+    build_model(trainer.Config()).save(tmp_path / "model.keras")
+    needed = "has 2 ClassLabels .* trainer.predict has no such flag: give it the run"
+    with pytest.raises(DataError, match=needed):
+        list(predict(str(tmp_path / "model.keras"), data_dir=str(data)))
+
+
+@pytest.mark.parametrize("content", ["", "an array", "cut"])
+def test_file_that_is_no_npz_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    with open(path, "wb") as file:
+        if content == "an array":
+            np.save(file, np.zeros(3))
+        elif content:
+            np.savez_compressed(file, x=np.arange(99))
+    if content == "cut":
+        path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(DataError, match=r"x.npz cannot be read as NPZ: .+\. Write it again"):
+        read_npz(str(path))
 
 
 def test_model_with_named_inputs_and_outputs_predicts_all(tmp_path: Path) -> None:

@@ -283,6 +283,15 @@ def test_damaged_run_is_named_before_a_model_runs(tmp_path: Path) -> None:
     assert "| tensorflow\n" not in done.stderr
 
 
+def test_page_that_cannot_be_written_is_refused_before_a_model_runs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=200, every_steps=10)
+    done = report(str(run), f"--output={tmp_path}/missing/x.html", check=False)
+    assert done.returncode == 2
+    assert "missing/x.html cannot be written: No such file" in done.stderr
+    assert "--output=FILE.html" in done.stderr
+    assert "| tensorflow\n" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

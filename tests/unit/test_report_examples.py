@@ -13,7 +13,8 @@ import trainer
 from data.prepare.preparing import prepare
 from data.tfrecord.split import batched_records, open_split
 from tests.commands import run_python
-from trainer.report.examples import Classified, classified, classified_or_reason
+from trainer.config import ConfigError
+from trainer.report.examples import Classified, _classes, classified, classified_or_reason
 
 NAMES = [f"the {i}" for i in range(10)]
 
@@ -93,6 +94,12 @@ def test_class_without_a_name_is_shown_by_its_number(run: trainer.Result) -> Non
         assert classified(run.model_dir).class_names == []
     finally:
         path.write_text("\n".join(NAMES) + "\n")
+
+
+def test_more_classes_than_are_shown_are_a_reason() -> None:
+    with pytest.raises(ConfigError, match="has 1,001 outputs; classes are shown up to 1,000"):
+        _classes(tf.zeros([1], tf.int64), tf.zeros([1, 1001]))
+    assert _classes(tf.zeros([1], tf.int64), tf.zeros([1, 1000])).tolist() == [0]
 
 
 def test_error_of_the_model_is_a_reason(run: trainer.Result, tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.commands import run_python
+from tests.unit.test_goodput import steps, write_process
 from trainer import load_run
 from trainer.config import ConfigError
-from trainer.run_record.summary import differences
+from trainer.run_record.summary import differences, summary
 from trainer.runs import default_fields, ordered, runs_under, table
 
 
@@ -78,6 +79,30 @@ def test_each_run_is_listed_once_with_its_best_value_and_the_time_of_all_process
     assert (runs["c"]["best"], runs["c"]["step"], runs["c"]["exit_code"]) == (None, 0, None)
 
 
+@pytest.mark.parametrize(
+    ("begins", "seconds"),
+    [
+        ([0, 10, 20], 20 + 21 + 22),
+        ([0, 20, 10], 20 + 22),  # The reports of the second one were removed.
+        ([0, 10, 10, 25], 20 + 21 + 22),
+        ([0], 22),
+        ([], 22),
+    ],
+)
+def test_time_of_each_process_counts(begins: list[int], seconds: float, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, learning_rate=0.1, losses=[], exit_code=None)
+    lines = [
+        {"step": 10 * number, "split": "train", "loss": 1.0, "seconds": seconds}
+        for number, seconds in enumerate((20.0, 21.0, 22.0), start=1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for number, step in enumerate(begins):
+        trained = [{"seconds": {"start": 5.0}}, steps(step, step + 9, start=5.0, compute=20.0)]
+        write_process(run, number, 100.0 * number, trained, task="chief-0")
+    assert summary(str(run))["seconds"] == seconds
+
+
 def test_only_fields_that_differ_and_matter_are_shown(directory: Path) -> None:
     runs = runs_under(str(directory))
     found = differences([run for run in runs if run["step"]])
@@ -94,8 +119,9 @@ def test_runs_are_sorted_and_runs_without_the_value_come_last(directory: Path) -
     assert names("loss", reverse=True) == ["a", "b", "c"]
     assert names("learning_rate", reverse=True)[0] == "b"
     assert names("seconds") == ["c", "b", "a"]
-    with pytest.raises(ConfigError, match="--sort=losss: no run has it"):
-        ordered(runs, "losss", reverse=False)
+    for key in ("losss", "eval", "config"):  # The last two are no numbers or texts.
+        with pytest.raises(ConfigError, match=f"--sort={key}: no run has such a number or text"):
+            ordered(runs, key, reverse=False)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -138,6 +164,20 @@ def test_list_is_printed_as_table_and_as_json_without_tensorflow(directory: Path
     assert "tensorflow" not in {
         line.rpartition("|")[2].strip() for line in table.stderr.splitlines()
     }
+
+
+def test_json_has_all_fields_and_null_for_what_is_no_number(directory: Path) -> None:
+    path = directory / "a" / "result.json"
+    path.write_text('{"step": 40, "eval": {"loss": NaN, "l": [Infinity]}, "exit_code": 0}')
+    argv = ("-m", "trainer.runs", str(directory), "--json")
+    done = run_python(*argv, check=True)
+    runs = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert [run["eval"] for run in runs if run["run"].endswith("/a")] == [
+        {"loss": None, "l": [None]}
+    ]
+    refused = run_python(*argv, "--fields=loss")
+    assert refused.returncode == 2
+    assert "--json prints all fields. Leave --fields out." in refused.stderr
 
 
 def test_metrics_of_a_run_without_a_result_are_those_of_its_last_evaluation(

@@ -9,7 +9,6 @@ does not end a run: see Lossy.
 
 import abc
 import contextlib
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from strategies.metrics import Metrics
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.exit_codes import first_line
 from trainer.hooks.base import Hook
-from trainer.run_files import read_reports, step_of, without_nan
+from trainer.run_files import json_text, read_reports, step_of
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ class JsonLines(Writer):
     @override
     def write(self, step: int, split: str, values: Values) -> None:
         report = {"step": step, "split": split, **values, **self._always.get(split, {})}
-        line = json.dumps(without_nan(report), allow_nan=False)
+        line = json_text(report)
         if self._last_valid_step is not None:
             self._drop_invalid_lines(self._last_valid_step)
         # Until the write returns: a full disk may take only a part of the line.

@@ -12,17 +12,17 @@ TFRecord, CSV or NPZ file, or a folder of images. They are parsed as in training
 
 import contextlib
 import csv
-import json
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from absl import flags
 
-from data.system.files import DataError, exists
+from data.system.files import DataError, check_writable, exists, partial_name, rename
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import RunFiles
+from trainer.run_files import RunFiles, json_text
 from trainer.run_record.tools import prepare_tensorflow, run_tool
 from trainer.run_record.trust import check_trust, define_trust
 
@@ -71,6 +71,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--output={output} must end with .jsonl or .csv. Type --output=predictions.jsonl."
         )
+    if output:
+        check_writable(output, "output")
+        if given.input and os.path.realpath(output) == os.path.realpath(given.input):
+            raise ConfigError(
+                f"--output={output} is the file of --input, which would be lost. Type "
+                "--output=predictions.jsonl."
+            )
     num_examples = given.num_examples
     if num_examples is None:
         num_examples = 0 if given.input else _SHOWN
@@ -81,19 +88,27 @@ def main(argv: Sequence[str]) -> int:
 
     source = (given.input, given.checkpoint, given.split, given.data_dir)
     lines = predict(models[0], *source, num_examples=num_examples)
-    with contextlib.ExitStack() as stack:
-        file: TextIO = sys.stdout
-        if output:
-            try:
-                file = stack.enter_context(open(output, "w", newline="", encoding="utf-8"))
-            except OSError as error:
-                raise DataError(f"--output={output} cannot be written: {error.strerror}") from None
+    with _opened(output) if output else contextlib.nullcontext(sys.stdout) as file:
         if output.endswith(".csv"):
             _write_csv(lines, file)
         else:
             for line in lines:
-                print(json.dumps(line), file=file)
+                print(json_text(line), file=file)
     return EXIT_DONE
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[TextIO]:
+    """A new file, which becomes `path` at the end; after an error `path` is what it was."""
+    path = os.path.realpath(path)  # A link stays one.
+    partial = partial_name(path)
+    try:
+        with open(partial, "w", newline="", encoding="utf-8") as file:
+            yield file
+        rename(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(partial)
 
 
 def _write_csv(lines: Iterable[Mapping[str, Any]], file: TextIO) -> None:
@@ -104,6 +119,11 @@ def _write_csv(lines: Iterable[Mapping[str, Any]], file: TextIO) -> None:
         if writer is None:
             writer = csv.DictWriter(file, list(row))
             writer.writeheader()
+        if different := [name for name in row if name not in writer.fieldnames]:
+            raise DataError(
+                f"The prediction of example {row['example']} has a column {different[0]}, which "
+                "the first one has not: CSV needs equal columns. Type --output=predictions.jsonl."
+            )
         writer.writerow(row)
 
 

@@ -61,7 +61,7 @@ def predict(
     `model` is a run, a checkpoint, a .keras file or a SavedModel. The examples are those of the
     files at `path`; without it, of `split` in the data of the run or in `data_dir`, by default the
     evaluation split. Keys without a value are left out; `predicted` is the class with the largest
-    output, where labels are classes.
+    output, where labels are classes, and `class` its name, or its number if others have names.
 
     Raises:
         ConfigError, DataError: the model or the data is missing, or they do not fit.
@@ -86,8 +86,9 @@ def predict(
             is_one = isinstance(output, np.ndarray) and output.ndim == 1
             if has_classes and is_one and output.size > 1:
                 line["predicted"] = int(output.argmax())
-                if line["predicted"] < len(source.class_names):
-                    line["class"] = source.class_names[line["predicted"]]
+                if names := source.class_names:
+                    number = line["predicted"]
+                    line["class"] = names[number] if number < len(names) else str(number)
             line["output"] = tf.nest.map_structure(_listed, output)
             yield line
             example += 1
@@ -139,14 +140,21 @@ def _source(
         directory, split = data_dir or document["data_dir"], split or recipe.config.data.eval_split
         parse = parse_of(recipe, directory, loaded.declared)
         features = read_features(directory) if exists(join(directory, "features.json")) else None
-        labels = [recipe.config.data.label]
+        labels = list(filter(None, [recipe.config.data.label]))
     else:
         directory, split = data_dir or (path or "").rpartition("/")[0] or ".", split or "test"
         if path is None or is_records(path):
             features = read_features(directory)
         else:
             features, describes_classes = _features_of_file(path, loaded), False
-        parse = default_parse(features, declared=loaded.declared)
+        try:
+            parse = default_parse(features, declared=loaded.declared)
+        except DataError as error:
+            if "--config." not in str(error):
+                raise
+            raise DataError(
+                f"{error} trainer.predict has no such flag: give it the run that was trained so."
+            ) from None
     if path is None:
         batches = readable(batched_records(open_split(directory, split), _BATCH))
         records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
@@ -154,7 +162,12 @@ def _source(
         needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())
         known = [name for name in needed if features and name in features]
         labels += [name for name in known if features and features[name].kind == "label"]
-        records = records_of(path, features, needed, labels)
+        classes = {n: class_names(directory, n) if describes_classes else [] for n in labels}
+        numbers = {
+            name: {text: number for number, text in enumerate(found)}
+            for name, found in classes.items()
+        }
+        records = records_of(path, features, needed, numbers)
     used = labels_used(features, parse) if features and describes_classes else []
     names = class_names(directory, used[0]) if len(used) == 1 else []
     return _Source(records, parse, names, has_classes=features is None or bool(used))

@@ -1,7 +1,7 @@
 """Files as records, so that a run's `parse` reads them as it read its training data.
 
     features = read_features("datasets/pets")
-    for about, record in records_of("photos/", features, ["image"], labels=("label",)):
+    for about, record in records_of("photos/", features, ["image"], labels={"label": {}}):
         ...         # about: {"file": "photos/a.png"}; record: a serialized tf.train.Example
 
 | input | a record is made of |
@@ -11,20 +11,21 @@
 | FILE.csv | each row; columns have the names of features |
 | FILE.npz | each row of its arrays, which have the names of features |
 
-A label may be missing: then it is 0 in the record, and the prediction has no label.
+A label may be missing: then it is 0 in the record, and the prediction has no label. It is a number
+or the name of a class.
 """
 
 import os
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data.example_features import Feature, Features
-from data.numerals import INTEGERS, NUMBERS, kind_of
+from data.numerals import CODE, NUMBERS, kind_of
 from data.system.extras import of_satellite
 from data.system.files import DataError, exists, files_below, is_dir, is_url, num_bytes_of, parent
 from data.tfrecord.damage import readable
@@ -35,6 +36,8 @@ TABLES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 _IMAGES = (".png", ".jpg", ".jpeg")
 _KINDS = "a TFRecord, CSV or NPZ file, or a folder of PNG or JPEG files"
 _CSV_FILES = "data.prepare.sources.csv_files"
+_COLUMNS = "data.prepare.sources.columns"
+_MOST_NAMES = 5  # Of classes, in a message.
 Array = npt.NDArray[Any]  # Of any type: what a user's file holds.
 About = dict[str, object]
 
@@ -47,12 +50,16 @@ def is_records(path: str) -> bool:
 
 
 def records_of(
-    path: str, features: Features | None, needed: Collection[str], labels: Sequence[str]
+    path: str,
+    features: Features | None,
+    needed: Collection[str],
+    labels: Mapping[str, Mapping[str, int]],
 ) -> Iterator[tuple[About, bytes]]:
     """Yields what is known about each example, such as its file, and its record.
 
-    `needed` are the features that `parse` reads. Those in `labels` may be missing.
-    Raises DataError for a file that cannot be read, or lacks a feature.
+    `needed` are the features that `parse` reads. Those in `labels` may be missing; it has the
+    number of each class by its name. Raises DataError for a file that cannot be read, or lacks a
+    feature.
     """
     if is_records(path):
         refuse_compressed(path, parent(path))
@@ -64,12 +71,14 @@ def records_of(
             f"{path} cannot be made into records, because the data of the run has no features.json "
             "that says what a record holds. Give a TFRecord file of such records."
         )
-    for about, row in rows_of(path, features, needed):
+    for where, about, row in rows_of(path, features, needed):
         values: dict[str, Value] = {}
         has_labels = True
         for name in needed:
-            if name in row:
-                values[name] = _encoded(features[name], row[name], path)
+            if name in row and name in labels:
+                values[name] = _label(features[name], row[name], labels[name], where)
+            elif name in row:
+                values[name] = _encoded(features[name], row[name], where)
             elif name in labels:
                 values[name], has_labels = 0, False
             else:
@@ -84,14 +93,14 @@ def records_of(
 
 def rows_of(
     path: str, features: Mapping[str, Feature], needed: Collection[str]
-) -> Iterator[tuple[About, Mapping[str, Any]]]:  # Any: a number, text, bytes or an array.
-    """Yields what is known about each example, and its values by name."""
+) -> Iterator[tuple[str, About, Mapping[str, Any]]]:  # Any: a number, text, bytes or an array.
+    """Yields the place of each example for messages, what is known about it, and its values."""
     if is_dir(path) and not is_url(path):
         yield from _images(path, features, needed)
     elif path.endswith(TABLES):
         lines = of_satellite(_CSV_FILES, "lines")
-        for _, row in lines(path, _layout(path)):  # As `data.prepare csv` reads them.
-            yield {}, row
+        for line, row in lines(path, _layout(path)):  # As `data.prepare csv` reads them.
+            yield f"{path}, line {line}", {}, row
     elif path.endswith(".npz"):
         arrays = read_npz(path)
         wanted = [name for name in needed if features[name].kind != "label"]
@@ -99,7 +108,8 @@ def rows_of(
         if len(wanted) == 1 and wanted[0] not in arrays and len(others) == 1:
             arrays[wanted[0]] = arrays.pop(others[0])  # The only array is the only input.
         for index in range(len(next(iter(arrays.values())))):
-            yield {}, {name: array[index] for name, array in arrays.items()}
+            row = {name: array[index] for name, array in arrays.items()}
+            yield f"{path}, row {index}", {}, row
     else:
         raise DataError(f"--input={path} is not {_KINDS}.")
 
@@ -107,10 +117,13 @@ def rows_of(
 def read_npz(path: str) -> dict[str, Array]:
     """Returns the arrays of an NPZ file. Raises DataError if their numbers of rows differ."""
     try:
-        with np.load(path) as file:
+        with open(path, "rb") as opened:
+            file = np.load(opened)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError("it is a single array, of np.save; np.savez writes NPZ")
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read as NPZ: {error}") from None
+    except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} cannot be read as NPZ: {error}. Write it again.") from None
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(f"The arrays of {path} differ in their number of rows: {lengths}.")
@@ -124,7 +137,7 @@ def csv_columns(path: str) -> list[str]:
 
 def _images(
     folder: str, features: Mapping[str, Feature], needed: Collection[str]
-) -> Iterator[tuple[About, Mapping[str, Any]]]:
+) -> Iterator[tuple[str, About, Mapping[str, Any]]]:
     names = [n for n in needed if features[n].kind == "image" or len(features[n].shape) == 3]
     if len(names) != 1:
         raise DataError(
@@ -138,7 +151,7 @@ def _images(
         raise DataError(f"{folder} has no PNG or JPEG file. --input must be {_KINDS}.")
     for path in paths:
         with open(path, "rb") as file:
-            yield {"file": path}, {names[0]: file.read()}
+            yield path, {"file": path}, {names[0]: file.read()}
 
 
 def _layout(path: str) -> Any:  # data.prepare.sources.csv_files.Layout
@@ -153,9 +166,23 @@ def _layout(path: str) -> Any:  # data.prepare.sources.csv_files.Layout
         ) from None
 
 
-def _encoded(feature: Feature, value: Any, path: str) -> Value:
-    """Returns `value` as a record stores this feature."""
-    where = f"{path}: {feature.name!r}"
+def _label(feature: Feature, value: Any, numbers: Mapping[str, int], where: str) -> Value:
+    """Returns a label, by the name of its class or as it is, as a record stores it."""
+    name = value.decode(errors="replace") if isinstance(value, bytes) else value
+    number = numbers.get(name) if isinstance(name, str) else None
+    try:
+        return _encoded(feature, name if number is None else number, where)
+    except DataError as error:
+        known = ", ".join([*numbers][:_MOST_NAMES]) + ", ..." * (len(numbers) > _MOST_NAMES)
+        raise DataError(
+            f"{error} {f'Its classes are {known}. ' if known else ''}Correct it, or leave "
+            f"{feature.name!r} out of the file: predictions do not need it."
+        ) from None
+
+
+def _encoded(feature: Feature, value: Any, where: str) -> Value:
+    """Returns `value`, which is at the place `where`, as a record stores this feature."""
+    where = f"{where}: {feature.name!r}"
     is_scalar = feature.kind == "label" or (feature.kind == "tensor" and not feature.shape)
     if feature.kind == "text" or (is_scalar and feature.dtype in ("string", "object")):
         return _text(value)
@@ -166,15 +193,18 @@ def _encoded(feature: Feature, value: Any, path: str) -> Value:
     if feature.kind not in ("label", "tensor"):
         raise DataError(f"{where} is a {feature.type_name}, which cannot be made of a file.")
     if is_scalar and isinstance(value, str):
-        is_float = feature.dtype.startswith(("float", "bfloat"))
-        numbers = NUMBERS if is_float else INTEGERS
-        is_nan = is_float and value.lower() == "nan"
-        # Such as 007, in a column that was declared to be integers.
-        is_padded = not is_float and value.isascii() and value.isdecimal()
-        if not is_nan and not is_padded and kind_of(value) not in numbers:
-            raise DataError(f"{where} must be of type {feature.dtype}. Received: {value!r}.")
-        value = float(value) if is_float else int(value)
-    array = _decoded(value, feature) if isinstance(value, bytes) else np.asarray(value)
+        number = _number(value, is_float=feature.dtype.startswith(("float", "bfloat")))
+        if number is None:
+            raise DataError(f"{where} must be of type {feature.dtype}. Received: {str(value)!r}.")
+        value = number
+    if isinstance(value, bytes) and feature.dtype != "uint8":
+        raise DataError(
+            f"{where} is {feature.dtype} in the training data. How that was made of pixels from 0 "
+            "to 255 is not known, so a file of an image cannot be taken. Write the images as they "
+            f"were in training to an NPZ file, numpy.savez('images.npz', {feature.name}=images), "
+            "and type --input=images.npz."
+        )
+    array = _decoded(value, feature, where) if isinstance(value, bytes) else np.asarray(value)
     if tuple(array.shape) != tuple(feature.shape):
         raise DataError(
             f"{where} has shape {list(array.shape)}, but the model was trained on "
@@ -188,6 +218,15 @@ def _encoded(feature: Feature, value: Any, path: str) -> Value:
         return listed
     content = stored.tobytes()
     return zlib.compress(content) if feature.encoding == "zlib" else content
+
+
+def _number(text: str, *, is_float: bool) -> float | None:
+    """The number that `text` is in a CSV file, also 007, and 1.0 as an integer; None if none."""
+    if is_float and text.lower() == "nan":
+        return float(text)
+    if kind_of(text) not in (*NUMBERS, CODE):
+        return None
+    return float(text) if is_float else of_satellite(_COLUMNS, "whole")(text)
 
 
 def _text(value: object) -> bytes:
@@ -218,13 +257,13 @@ def _exact(array: Array, feature: Feature, where: str) -> Array:
     return stored
 
 
-def _decoded(content: bytes, feature: Feature) -> Array:
+def _decoded(content: bytes, feature: Feature, where: str) -> Array:
     import tensorflow as tf
 
     try:
         image = tf.io.decode_image(content, channels=feature.shape[-1], expand_animations=False)
     except tf.errors.InvalidArgumentError as error:
-        raise DataError(f"{feature.name!r}: an image cannot be decoded: {error.message}") from None
+        raise DataError(f"{where}: an image cannot be decoded: {error.message}") from None
     return np.asarray(image.numpy())
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from data.system.files import join, replace_file, shown
+from data.system.files import check_writable, join, replace_file, shown
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
 from trainer.report.examples import Classified, classified_or_reason
@@ -50,10 +50,11 @@ def main(argv: Sequence[str]) -> int:
     given, model_dirs = flags.FLAGS, argv[1:]
     for model_dir in model_dirs:
         require_run(model_dir)
+    path = given.output or join(model_dirs[0], _NAME)
+    check_writable(path, "output")
     # First: a damaged run is named before a model runs.
     runs = [RunSeries(model_dir) for model_dir in model_dirs]
     text = render(runs, {model_dir: _classifier(model_dir) for model_dir in model_dirs})
-    path = given.output or join(model_dirs[0], _NAME)
     try:
         replace_file(path, text.encode())
     except OSError as error:

@@ -148,7 +148,11 @@ def _classes(labels: Any, outputs: Any) -> "npt.NDArray[np.int64]":  # Any: nest
     import tensorflow as tf
 
     num_classes = int(outputs.shape[1])
-    if isinstance(labels, tf.Tensor) and num_classes <= _MOST_CLASSES:
+    if num_classes > _MOST_CLASSES:
+        raise ConfigError(
+            f"the model has {num_classes:,} outputs; classes are shown up to {_MOST_CLASSES:,}"
+        )
+    if isinstance(labels, tf.Tensor):
         values = labels.numpy()
         if values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]

@@ -89,9 +89,7 @@ def goodput(model_dir: str) -> list[TaskTime]:
 
     Empty if the run has no such files: an earlier version did not write them.
     """
-    directory = str(directory_of_logs(model_dir))
-    if not is_dir(directory):
-        directory = RunFiles(model_dir).tasks
+    directory = _directory(model_dir)
     if not exists(directory) or not is_dir(directory):
         return []
     tasks = {}
@@ -113,9 +111,24 @@ def goodput(model_dir: str) -> list[TaskTime]:
     ]
 
 
+def first_steps(model_dir: str) -> list[int]:
+    """The step at which each process of the chief began to train; empty if it was not recorded."""
+    paths = [join(_directory(model_dir), f"{name}{SUFFIX}") for name in CHIEFS]
+    processes = _processes(path) if (path := next(filter(exists, paths), "")) else []
+    # Of the first lines: a process that goes back after a NaN has another step in its last lines.
+    steps = [[line["first_step"] for line in process.lines] for process in processes]
+    return [found[0] for of_process in steps if (found := [s for s in of_process if s is not None])]
+
+
 def total(tasks: Sequence[TaskTime]) -> dict[str, float]:
     """Returns the sums over all tasks, by cause."""
     return {cause: sum(task.seconds[cause] for task in tasks) for cause in CAUSES}
+
+
+def _directory(model_dir: str) -> str:
+    """The directory with the files of the tasks."""
+    directory = str(directory_of_logs(model_dir))
+    return directory if is_dir(directory) else RunFiles(model_dir).tasks
 
 
 def _task_time(name: str, pieces: Sequence[Piece], processes: Sequence[_Process]) -> TaskTime:

@@ -4,6 +4,7 @@ summary("runs/a")["best"]
 differences([summary("runs/a"), summary("runs/b")])     # {"learning_rate": [0.1, 0.2]}
 """
 
+import bisect
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from trainer.config import flatten_json
 from trainer.run_files import Document, RunFiles
+from trainer.run_record.goodput import first_steps
 
 
 def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Document:
@@ -42,7 +44,7 @@ def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Docume
         "best_metric": name,
         "best": best,
         "eval": result.get("eval", {}),
-        "seconds": round(_seconds(reports), 1),
+        "seconds": round(_seconds(reports, first_steps(model_dir)), 1),
         "exit_code": result.get("exit_code"),
         "why": result.get("why"),
         "started": os.path.getmtime(files.config) if os.path.exists(files.config) else None,
@@ -51,11 +53,21 @@ def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Docume
     }
 
 
-def _seconds(reports: Sequence[Document]) -> float:
-    """The training time in all processes of a run: each counts its seconds from 0."""
-    seconds: list[float] = [r["seconds"] for r in reports if r["split"] == "train"]
-    ends = [this for this, following in itertools.pairwise(seconds) if following < this]
-    return sum(ends) + sum(seconds[-1:])
+def _seconds(reports: Sequence[Document], first_steps: Sequence[int]) -> float:
+    """The training time in all processes of a run: each counts its seconds from 0.
+
+    They began at `first_steps`. Where that was not recorded, a process begins where seconds fall.
+    """
+    begins: list[int] = []  # Of the processes that have reports: others are removed.
+    for step in first_steps:
+        begins = [*begins[: bisect.bisect_left(begins, step)], step]
+    trained = [report for report in reports if report["split"] == "train"]
+    total = 0.0
+    for _, group in itertools.groupby(trained, lambda r: bisect.bisect_left(begins, r["step"])):
+        seconds: list[float] = [report["seconds"] for report in group]
+        ends = [this for this, following in itertools.pairwise(seconds) if following < this]
+        total += sum(ends) + seconds[-1]
+    return total
 
 
 def differences(runs: Sequence[Document]) -> dict[str, list[Any]]:  # Any: JSON values.

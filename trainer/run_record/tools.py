@@ -4,7 +4,7 @@
 
 `define_flags` declares the flags of the command: at import, flags of one name in two commands would
 be declared twice in a program that uses both modules. `main` gets the arguments without the flags.
-A user's mistake is one line on standard error and exit code 2.
+A user's mistake is one line on standard error and exit code 2; after Ctrl-C it is 130.
 """
 
 import functools
