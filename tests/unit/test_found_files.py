@@ -387,7 +387,9 @@ def test_images_of_linked_directories_are_predicted_once(tmp_path: Path) -> None
     (tmp_path / "photos" / "b").symlink_to("../elsewhere")
     (tmp_path / "photos" / "a" / "all").symlink_to("..")
     features = {"image": Feature("image", "image", "uint8", (1, 1, 1), None, "png", "Image")}
-    found = [about["file"] for _, about, _ in rows_of(str(tmp_path / "photos"), features, ["image"])]
+    found = [
+        about["file"] for _, about, _ in rows_of(str(tmp_path / "photos"), features, ["image"])
+    ]
     assert found == [f"{tmp_path}/photos/{name}" for name in ("a/1.png", "b/2.PNG")]
 
 
