@@ -16,9 +16,9 @@ from data.example_features import Feature, class_names, read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, columns, csv, csv_files, folder, idx
 from data.system.files import DataError, shown
-from tests.unit.test_prepare import digest, run, write_idx
+from tests.unit.test_image_sources import images_of, write_cifar10, write_folder
+from tests.unit.test_prepare import digest, parsed, run, write_idx
 from tests.unit.test_prepare_advice import PNG
-from tests.unit.test_sources import images_of, parsed, write_cifar10, write_folder
 from trainer.predict.records import rows_of
 
 

@@ -22,7 +22,7 @@ from data.tfrecord import split as records
 from data.tfrecord.crc import framed, stored
 from data.tfrecord.damage import verify
 from data.tfrecord.framing import BadRecord, compression_of, read_records
-from tests.unit.test_sources import write_folder
+from tests.unit.test_image_sources import write_folder
 from tests.unit.test_split import contents as contents_of
 from tests.unit.test_split import fail
 from trainer.predict.records import is_records

@@ -21,9 +21,9 @@ from data.tfrecord import split as records
 from data.tfrecord.examples import Value, example_bytes
 from tests.shards import write_shards
 from tests.unit.test_damage import FAULTS, examples, shard
+from tests.unit.test_image_sources import png, write_folder
 from tests.unit.test_prepare import ROOT, digest
 from tests.unit.test_prepare import run as run_module
-from tests.unit.test_sources import png, write_folder
 from tests.unit.test_split import contents
 
 run = functools.partial(run_module, cwd=ROOT, module="data.inspect")

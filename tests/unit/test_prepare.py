@@ -94,6 +94,13 @@ def serialized(directory: Path, split: str) -> tf.Tensor:
     return tf.constant(contents(records.open_split(str(directory), split)))
 
 
+def parsed(directory: Path, split: str, *names: str) -> list[np.ndarray]:
+    """All values of some features, in the order on disk."""
+    known = read_features(str(directory))
+    example = known.parse_example(serialized(directory, split), names)
+    return [example[name].numpy() for name in names]
+
+
 def read_all(directory: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """What a config without a `parse` of its own gets."""
     parse = features.default_parse(read_features(str(directory)))
