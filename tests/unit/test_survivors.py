@@ -17,7 +17,8 @@ from data.tfrecord.split import Split
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
-from strategies.position import Reached
+from strategies.position import Position, Reached
+from tests.damage import flip_bit
 from tests.unit.toy import Toy, assert_restores, file_size_limit
 from trainer.checkpoints import survivors
 from trainer.checkpoints.last_step import save_last_complete_step
@@ -103,6 +104,29 @@ def test_other_checkpoints_stay_though_this_worker_did_not_write_them(
     chief.checkpointer.wait()
     save(survivor, cluster)
     assert chief.checkpoints() == ["claims", "step-00000002", "step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("at_most", [None, 6], ids=["damaged", "damaged for another task"])
+def test_later_checkpoint_that_a_restart_skipped_counts_when_it_is_written_anew(
+    at_most: int | None, split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    Toy(split, tmp_path, keep=9).train_and_save(3, 7)
+    if at_most is None:
+        flip_bit(tmp_path / "checkpoints/step-00000007/variables.index", 7)
+    survivor, other = Toy(split, tmp_path), Toy(split, tmp_path, keep=9)
+    for toy in (survivor, other):
+        assert toy.restore(at_most).step == 3
+        toy.start(Position(3))
+        toy.executor.run(2)
+    save(survivor, cluster)
+    assert "step-00000005" in survivor.checkpoints()
+
+    other.executor.run(2)
+    other.checkpointer.save_for_restart(7, Position(7), {})
+    assert other.checkpointer.has_saved(7)
+    survivor.executor.run(1)
+    save(survivor, cluster)
+    assert "step-00000006" not in survivor.checkpoints()
 
 
 def assert_waits_for(writer: Toy, toy: Toy, cluster: Cluster, secs: float) -> None:

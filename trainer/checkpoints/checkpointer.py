@@ -254,9 +254,12 @@ class Checkpointer:
         self._refuse_damaged(self._store.names("step-"))
         return None
 
-    def newest(self) -> Saved | None:
-        """Returns the progress of the newest checkpoint with complete files (by size), or None."""
-        mark = self._store.newest()
+    def newest(self, *, reads: bool = False) -> Saved | None:
+        """Returns the progress of the newest checkpoint with complete files (by size), or None.
+
+        Checkpoints that `restore` has skipped do not count. With `reads` checksums are compared.
+        """
+        mark = self._store.newest_readable() if reads else self._store.newest()
         return mark.saved if mark else None
 
     def restore_step(self, step: int) -> bool:
@@ -293,15 +296,18 @@ class Checkpointer:
         """
         self.wait()
         self._store.verified.clear()
+        self._store.skipped.clear()
         self._saved_step = None
-        names = [n for n in self._store.names("step-") if at_most is None or step_in(n) <= at_most]
+        names = self._store.names("step-")
+        while names and at_most is not None and step_in(names[-1]) > at_most:
+            self._store.skip(names.pop())
         for name in reversed(names):
             try:
                 saved = self._read(name)
             except DamagedError as error:
                 path = f"{self.directory}/{name}"
                 log.warning("%s is not complete: %s. Using the one before it.", path, error)
-                self._store.damaged.add(name)
+                self._store.skip(name)
             else:
                 self._resumed_step = self._saved_step = saved.step
                 return saved

@@ -18,6 +18,7 @@ from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
+from trainer.checkpoints.marks import Saved
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
 
@@ -85,8 +86,14 @@ def save_left_step(
         PeerLostError: a server was lost.
         NonFiniteLossError, DiskError: the state cannot be saved, and there is no checkpoint.
     """
-    newest = checkpointer.newest()
-    after_step = newest.step if newest else 0
+    newest: Saved | None = None
+
+    def after_step() -> int:
+        nonlocal newest
+        # Once the servers have dropped their state, a damaged checkpoint cannot be made up for.
+        newest = checkpointer.newest(reads=True)
+        return newest.step if newest else 0
+
     reached = recovery.take_over(checkpointer.variables, checkpointer.run_identity, after_step)
     if reached is None:
         return

@@ -39,7 +39,8 @@ class Store:
             run removes it, with the files of a killed process.
         verified: The checkpoints that this process wrote or read: their checksums were right, not
             only their sizes.
-        damaged: The checkpoints that a restart skipped.
+        skipped: The checkpoints that a restart skipped, with the stamps of their marks then: they
+            do not count until a process writes them anew.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Store:
         self.directory, self.staging = directory, staging
         self._write_files, self._before_mark = write_files, before_mark
         self.verified: set[str] = set()
-        self.damaged: set[str] = set()
+        self.skipped: dict[str, tuple[int, int]] = {}
 
     def path(self, name: str) -> str:
         """Returns the directory of a checkpoint."""
@@ -68,10 +69,19 @@ class Store:
         return [name for name in checkpoints_in(self.directory) if name.startswith(prefix)]
 
     def mark_if_complete(self, name: str) -> Mark | None:
-        """Returns the mark; None if a file, or a checkpoint that it needs, is damaged by size."""
-        with contextlib.suppress(DamagedError):
-            return complete_mark(self.path(name))
+        """Returns the mark; None if a file, or a checkpoint that it needs, is damaged by size.
+
+        Also None if the checkpoint is one of `skipped`.
+        """
+        with contextlib.suppress(DamagedError, FileNotFoundError):
+            mark = complete_mark(self.path(name))
+            if name not in self.skipped or self.skipped[name] != self._stamp(name):
+                return mark
         return None
+
+    def skip(self, name: str) -> None:
+        """Adds a checkpoint to `skipped`."""
+        self.skipped[name] = self._stamp(name)
 
     def chain_of(self, name: str) -> Chain:
         """Returns `Mark.chain`; empty if the checkpoint, or one that it needs, is damaged."""
@@ -130,7 +140,7 @@ class Store:
                 if is_available:
                     self.remove(name)
             return False
-        self.verified.add(name)
+        self._has_written(name)
         return True
 
     def write_and_rename(self, name: str, mark: Mapping[str, object]) -> bool:
@@ -142,15 +152,14 @@ class Store:
         partial = f"{self.staging}/{files.partial_name(name)}"
         try:
             self._write(partial, mark)
-            if name in self.damaged or self.mark_if_complete(name) is None:
+            if self.mark_if_complete(name) is None:
                 files.remove_tree(path)
             try:
                 os.rename(partial, path)
             except OSError:
                 if self.mark_if_complete(name) is None:
                     raise
-            self.damaged.discard(name)
-            self.verified.add(name)
+            self._has_written(name)
             flush_to_disk(self.directory)
         except STORAGE_ERRORS as error:
             log.warning("%s could not be written: %s.", path, first_line(error))
@@ -160,9 +169,23 @@ class Store:
         return True
 
     def newest(self) -> Mark | None:
-        """Returns the mark of the newest step-* whose files have their sizes, or None."""
+        """Returns the mark of the newest step-* that is not skipped, with files of the right sizes.
+
+        None if there is none.
+        """
         marks = map(self.mark_if_complete, reversed(self.names("step-")))
         return next((mark for mark in marks if mark), None)
+
+    def newest_readable(self) -> Mark | None:
+        """As `newest`, but reads the files: their checksums are right, too."""
+        while mark := self.newest():
+            with contextlib.suppress(DamagedError):
+                for name in mark.chain:
+                    with self.files_of(name, own_mark(self.path(name)).files):
+                        pass
+                return mark
+            self.skip(mark.name)
+        return None
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, the mark first.
@@ -176,6 +199,13 @@ class Store:
         # Not files.remove_tree, which says nothing if it fails.
         remove_tree = object_store.remove_tree if files.is_s3(path) else tf.io.gfile.rmtree
         remove_tree(path)
+
+    def _has_written(self, name: str) -> None:
+        self.skipped.pop(name, None)
+        self.verified.add(name)
+
+    def _stamp(self, name: str) -> tuple[int, int]:
+        return files.stamp(f"{self.path(name)}/{CHECKPOINT_MARK}")
 
     def _write(self, path: str, mark: Mapping[str, object]) -> None:
         is_s3, written = files.is_s3(path), {}
