@@ -119,6 +119,16 @@ def test_all_but_the_newest_and_the_best_are_removed(toy: Toy) -> None:
     assert toy.checkpoints() == ["best-00000002", "step-00000003", "step-00000004"]
 
 
+def test_order_is_that_of_the_steps_when_these_have_more_digits(
+    split: Split, tmp_path: Path
+) -> None:
+    toy = Toy(split, tmp_path)
+    save(toy, 99_999_800, 99_999_900, 100_000_000)
+    names = ["step-99999900", "step-100000000"]
+    assert checkpoints_in(toy.checkpointer.directory) == names
+    assert_restores(split, tmp_path, 100_000_000, toy.state())
+
+
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The messages about checkpoints."""
     return [r.message for r in caplog.records if r.name.startswith("trainer.checkpoints.")]
