@@ -1,11 +1,13 @@
 """Checkpoints: complete or not used, of this run or refused, and all but the newest removed."""
 
+import contextlib
 import json
 import logging
 import re
+import resource
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from data.system.object_store import UnavailableError
 from data.tfrecord.split import Split
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
@@ -22,7 +25,7 @@ from tests.unit.comparing import assert_same
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, Toy, assert_restores, file_size_limit
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
-from trainer.checkpoints.marks import signed
+from trainer.checkpoints.marks import check_file, own_mark, signed
 from trainer.checkpoints.snapshot import Snapshot
 from trainer.checkpoints.store import Store
 from trainer.config import ConfigError
@@ -239,6 +242,49 @@ def test_damaged_newer_checkpoints_are_written_anew_or_removed_by_the_next_save(
     save(toy, 8)
     assert toy.checkpoints() == ["step-00000003", "step-00000007", "step-00000008"]
     assert_restores(split, tmp_path, 8, toy.state())
+
+
+@contextlib.contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """No file can be opened."""
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, former)
+
+
+def test_file_that_cannot_be_opened_for_now_is_not_damaged(split: Split, tmp_path: Path) -> None:
+    saved_at(split, tmp_path, 3)
+    path = tmp_path / "checkpoints" / "step-00000003"
+    contents = own_mark(str(path)).files[DATA]
+    for read in (lambda: own_mark(str(path)), lambda: check_file(f"{path}/{DATA}", contents)):
+        with no_free_descriptor(), pytest.raises(UnavailableError, match="Too many open files"):
+            read()
+    check_file(f"{path}/{DATA}", contents)
+
+
+@pytest.mark.parametrize("is_later", [True, False], ids=["newest", "oldest"])
+def test_checkpoint_that_the_storage_fails_to_read_is_skipped_and_not_removed(
+    is_later: bool, split: Split, tmp_path: Path
+) -> None:
+    saved_at(split, tmp_path, 3, 7)
+    name = "step-00000007" if is_later else "step-00000003"
+    mark, away = tmp_path / "checkpoints" / name / "checkpoint.json", tmp_path / "away"
+    toy = Toy(split, tmp_path, keep=1)
+    if not is_later:
+        assert toy.restore().step == 7
+    mark.rename(away)
+    mark.mkdir()  # Reading it fails.
+    if is_later:
+        assert toy.restore().step == 3
+        mark.rmdir()
+        away.rename(mark)
+    save(toy, 4 if is_later else 8)
+    assert name in toy.checkpoints()
+    other = {"step-00000003", "step-00000007"} - {name}
+    assert other.isdisjoint(toy.checkpoints()), "others are removed as ever"
 
 
 @pytest.mark.slow

@@ -31,11 +31,12 @@ import tensorflow as tf
 
 from data.system import files
 from data.system.errors import UsageError
+from strategies.lost_peers import LOSSES
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.identity import Identity, differences, identity_of, refusal
-from trainer.checkpoints.marks import DamagedError, Mark, Saved, complete_mark
+from trainer.checkpoints.marks import DamagedError, Mark, Saved, UnreadableError, complete_mark
 from trainer.checkpoints.retention import outdated
 from trainer.checkpoints.snapshot import Snapshot, checkpoint_of, tensorflow_variables
 from trainer.checkpoints.store import Store
@@ -297,6 +298,7 @@ class Checkpointer:
         self.wait()
         self._store.verified.clear()
         self._store.skipped.clear()
+        self._store.unreadable.clear()
         self._saved_step = None
         names = self._store.names("step-")
         while names and at_most is not None and step_in(names[-1]) > at_most:
@@ -307,7 +309,7 @@ class Checkpointer:
             except DamagedError as error:
                 path = f"{self.directory}/{name}"
                 log.warning("%s is not complete: %s. Using the one before it.", path, error)
-                self._store.skip(name)
+                self._store.skip(name, error)
             else:
                 self._resumed_step = self._saved_step = saved.step
                 return saved
@@ -334,10 +336,10 @@ class Checkpointer:
                 status = self._checkpoint.read(f"{local}/variables", options=self._options)
                 if self._staged:
                     self._staged.restore(mark, local)
-            except tf.errors.UnavailableError:
+            except (*LOSSES, tf.errors.ResourceExhaustedError):
                 raise  # The files may be complete.
             except (tf.errors.OpError, ValueError) as error:
-                raise DamagedError(f"it cannot be read ({first_line(error)})") from error
+                raise UnreadableError(f"it cannot be read ({first_line(error)})") from error
         try:
             status.assert_consumed()
         except AssertionError as error:

@@ -21,8 +21,17 @@ import tensorflow as tf
 from data.system import files, object_store
 from data.system.object_store import UnavailableError
 from data.system.scratch import plain_path, scratch_dir
-from trainer.checkpoints.file_checks import STORAGE_ERRORS, contents_of, damage_of, flush_to_disk
-from trainer.checkpoints.marks import DamagedError, Files, Mark, complete_mark, own_mark, signed
+from trainer.checkpoints.file_checks import STORAGE_ERRORS, contents_of, flush_to_disk
+from trainer.checkpoints.marks import (
+    DamagedError,
+    Files,
+    Mark,
+    UnreadableError,
+    check_file,
+    complete_mark,
+    own_mark,
+    signed,
+)
 from trainer.checkpoints.retention import Chain
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK, checkpoints_in
@@ -41,6 +50,7 @@ class Store:
             only their sizes.
         skipped: The checkpoints that a restart skipped, with the stamps of their marks then: they
             do not count until a process writes them anew.
+        unreadable: Those of `skipped` that may be complete, and are not removed.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class Store:
         self._write_files, self._before_mark = write_files, before_mark
         self.verified: set[str] = set()
         self.skipped: dict[str, tuple[int, int]] = {}
+        self.unreadable: set[str] = set()
 
     def path(self, name: str) -> str:
         """Returns the directory of a checkpoint."""
@@ -79,9 +90,11 @@ class Store:
                 return mark
         return None
 
-    def skip(self, name: str) -> None:
-        """Adds a checkpoint to `skipped`."""
+    def skip(self, name: str, error: DamagedError | None = None) -> None:
+        """Adds a checkpoint, of which `error` is the damage, to `skipped`."""
         self.skipped[name] = self._stamp(name)
+        if isinstance(error, UnreadableError):
+            self.unreadable.add(name)
 
     def chain_of(self, name: str) -> Chain:
         """Returns `Mark.chain`; empty if the checkpoint, or one that it needs, is damaged."""
@@ -89,11 +102,20 @@ class Store:
         return mark.chain if mark else {}
 
     def chains(self) -> dict[str, Chain | None]:
-        """Returns `Mark.chain` of each checkpoint; None if its files or mark are damaged."""
-        chains: dict[str, Chain | None] = dict.fromkeys(self.names())
-        for name in chains:
-            with contextlib.suppress(DamagedError):
-                chains[name] = own_mark(self.path(name)).chain
+        """Returns `Mark.chain` of each checkpoint; None if its files or mark are damaged.
+
+        Leaves out those that the storage fails to read, or failed to read at the restart.
+        """
+        chains: dict[str, Chain | None] = {}
+        for name in self.names():
+            try:
+                chain = own_mark(self.path(name)).chain
+            except DamagedError as error:
+                if isinstance(error, UnreadableError):
+                    continue
+                chain = None
+            if name not in self.unreadable:
+                chains[name] = chain
         return chains
 
     @contextlib.contextmanager
@@ -110,8 +132,7 @@ class Store:
                     # The check below names a file that is missing.
                     with contextlib.suppress(FileNotFoundError):
                         object_store.download(f"{path}/{file}", f"{local}/{file}")
-                if damage := damage_of(f"{local}/{file}", expected):
-                    raise DamagedError(damage)
+                check_file(f"{local}/{file}", expected)
             yield local
 
     def write(self, name: str, mark: Mapping[str, object]) -> bool:
@@ -202,6 +223,7 @@ class Store:
 
     def _has_written(self, name: str) -> None:
         self.skipped.pop(name, None)
+        self.unreadable.discard(name)
         self.verified.add(name)
 
     def _stamp(self, name: str) -> tuple[int, int]:
