@@ -545,6 +545,24 @@ def test_checkpoint_for_a_restart_gives_way_to_a_complete_one_of_another_process
     assert Toy(split, tmp_path).restore().counts == {"worker": {"other": 1}}
 
 
+def test_save_that_fails_leaves_the_checkpoint_that_another_process_has_completed(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, other = Toy(split, tmp_path), Toy(split, tmp_path)
+    gate = Gate(monkeypatch)
+    toy.jump_to(3)
+    toy.checkpointer.save(3, Position(3), {})
+    assert gate.come.acquire(timeout=60)
+    monkeypatch.undo()
+    other.jump_to(3)
+    other.checkpointer.save_for_restart(3, Position(3), {})
+    assert other.checkpointer.has_saved(3)
+    with file_size_limit(100):
+        gate.is_open.set()
+        assert not toy.checkpointer.has_saved(3)
+    assert_restores(split, tmp_path, 3, other.state())
+
+
 def shared_toy(split: Split, model_dir: Path, *, keep: int = 2) -> Toy:
     """Of an elastic run: the chief of an earlier group may still be writing."""
     toy = Toy(split, model_dir, keep=keep)

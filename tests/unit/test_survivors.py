@@ -19,6 +19,7 @@ from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from tests.damage import flip_bit
+from tests.unit.test_checkpointer import Gate
 from tests.unit.toy import Toy, assert_restores, file_size_limit
 from trainer.checkpoints import survivors
 from trainer.checkpoints.last_step import save_last_complete_step
@@ -182,6 +183,29 @@ def test_chief_that_is_left_writes_first(
         toy.executor.run(1)
         save(toy, cluster)
     assert "step-00000005" in toy.checkpoints()
+
+
+@pytest.mark.slow
+def test_worker_waits_for_the_chief_that_was_writing_its_step_before_the_loss(
+    split: Split, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivors, "_CHIEF_SECS", 0.5)
+    toy, chief = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
+    gate = Gate(monkeypatch)
+    chief.checkpointer.save(4, chief.executor.position, {})
+    assert gate.come.acquire(timeout=60)
+    of_chief = Cluster(cluster.jobs, Task("worker", 0))
+    savers = [
+        threading.Thread(target=save, args=args) for args in ((chief, of_chief), (toy, cluster))
+    ]
+    with held(port_of(cluster, 0)):
+        for saver in savers:
+            saver.start()
+        assert not gate.come.acquire(timeout=2), "the worker wrote the step, too"
+        gate.is_open.set()
+        for saver in savers:
+            saver.join(timeout=60)
+    assert_restores(split, tmp_path, 4, toy.state())
 
 
 def test_full_disk_is_logged_and_leaves_no_lock(

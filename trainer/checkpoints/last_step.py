@@ -50,7 +50,6 @@ def save_last_complete_step(
         elif reached.step:
             what = f"Step {reached.step:,}"
             require_finite(learner, reached.step)
-            checkpointer.wait()  # The chief may be writing an earlier one.
             write(reached, checkpointer)
     except NonFiniteLossError as error:
         log.warning("%s is not saved: %s", what, first_line(error))
@@ -60,6 +59,7 @@ def save_last_complete_step(
 
 def write_if_newer(reached: Reached, checkpointer: Checkpointer) -> None:
     """Writes a checkpoint of `reached`, unless there is one of this step or of a later one."""
+    checkpointer.wait()  # The chief may be writing it, or an earlier one.
     if not is_saved(reached, checkpointer):
         checkpointer.save_for_restart(*reached)
         if checkpointer.has_saved(reached.step):

@@ -156,9 +156,10 @@ class Store:
                     text = f"the newest complete checkpoint is of step {newest.saved.step}"
             message = "%s could not be written: %s. The next save tries again; %s."
             log.warning(message, path, first_line(error), text)
-            # If it cannot be removed it is skipped later, because it has no mark.
+            # If it cannot be removed it is skipped later, because it has no mark. With one, another
+            # process has completed the step: a survivor.
             with contextlib.suppress(*STORAGE_ERRORS):
-                if is_available:
+                if is_available and self.mark_if_complete(name) is None:
                     self.remove(name)
             return False
         self._has_written(name)
