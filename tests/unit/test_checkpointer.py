@@ -1,5 +1,6 @@
 """Checkpoints: complete or not used, of this run or refused, and all but the newest removed."""
 
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -494,6 +495,22 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
     save(toy, 2)
     assert toy.checkpoints() == ["step-00000001", "step-00000002"]
     assert ["Read-only file system" in message for message in warnings_in(caplog)] == [True]
+
+
+def test_write_is_progress_while_training_waits_for_it(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+    toy.checkpointer.on_progress = lambda: moved.append(1)
+    toy.checkpointer.save(1, Position(1), {})
+    concurrent.futures.wait(toy.checkpointer._writes)
+    assert not moved, "hides that training stalls"
+    gate = Gate(monkeypatch)
+    toy.jump_to(2)
+    toy.checkpointer.save(2, Position(2), {})
+    threading.Timer(0.2, gate.is_open.set).start()
+    toy.checkpointer.wait()
+    assert len(moved) == 2, "one for each file"
 
 
 def test_checkpoint_written_while_another_step_is_restored_is_finished_first(

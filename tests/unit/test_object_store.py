@@ -53,7 +53,9 @@ def test_files_are_written_listed_read_and_removed(url: str) -> None:
 def test_large_file_is_uploaded_downloaded_and_read_at_any_place(url: str, tmp_path: Path) -> None:
     content = os.urandom(20 << 20)
     (tmp_path / "large").write_bytes(content)
-    object_store.upload_tree(str(tmp_path), url)
+    parts: list[int] = []
+    object_store.upload_tree(str(tmp_path), url, lambda: parts.append(1))
+    assert len(parts) >= 3, "progress was not reported"
     object_store.download(f"{url}/large", str(tmp_path / "copy"))
     assert (tmp_path / "copy").read_bytes() == content
     with files.open_file(f"{url}/large") as file:

@@ -91,7 +91,14 @@ class Checkpointer:
         self._device = io_device or "CPU:0"
         # "claims" also has the lock files of survivors.py. Earlier versions chose the name.
         self.staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
-        self._store = Store(directory, self.staging, self._write_files, lambda: self.before_mark())
+        self._store = Store(
+            directory,
+            self.staging,
+            self._write_files,
+            lambda: self.before_mark(),
+            # Otherwise a step that stalls during a write would not be noticed.
+            lambda: self.on_progress() if self._is_waiting else None,
+        )
         # Other processes may remove the checkpoints that a new one would need.
         every = 1 if is_evaluator or is_shared else complete_every
         self._tables = tables = learner.tables
@@ -118,10 +125,11 @@ class Checkpointer:
         self._snapshot_step: int | None = None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._writes: list[concurrent.futures.Future[None]] = []
+        self._is_waiting = False
         # Called on the other thread when all but the mark is written: a run that resumes from the
         # checkpoint then finds what was reported before it.
         self.before_mark: Callable[[], None] = lambda: None
-        # Called often while tables are written and read.
+        # Called often while tables are written and read, and while training waits for a write.
         self.on_progress: Callable[[], None] = lambda: None
 
     @property
@@ -232,8 +240,12 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when all writes have ended."""
         writes, self._writes = self._writes, []
-        for write in writes:
-            write.result()
+        self._is_waiting = True
+        try:
+            for write in writes:
+                write.result()
+        finally:
+            self._is_waiting = False
         if self._staged:
             self._staged.remove()
             self._snapshot_step = None

@@ -1,6 +1,6 @@
 """The directory with the checkpoints of a run: writes, reads and removes one at a time.
 
-    store = Store("model_dir/checkpoints", "model_dir/checkpoints/claims", write_files, before_mark)
+    store = Store("model_dir/checkpoints", staging, write_files, before_mark, on_progress)
     store.write("step-00001000", mark)                          # False if the storage fails
     with store.files_of("step-00001000", names) as local:       # whose checksums are right
         checkpoint.read(f"{local}/variables")
@@ -59,14 +59,17 @@ class Store:
         staging: str,
         write_files: Callable[[str], None],
         before_mark: Callable[[], None],
+        on_progress: Callable[[], None],
     ) -> None:
         """Reads and writes nothing yet.
 
         `write_files` will write the files of a checkpoint to a directory that TensorFlow can open,
-        and `before_mark` is called when they are complete.
+        and `before_mark` is called when they are complete. `on_progress` is called after each file,
+        and before each part of an upload.
         """
         self.directory, self.staging = directory, staging
         self._write_files, self._before_mark = write_files, before_mark
+        self._on_progress = on_progress
         self.verified: set[str] = set()
         self.skipped: dict[str, tuple[int, int]] = {}
         self.unreadable: set[str] = set()
@@ -239,8 +242,9 @@ class Store:
             for file in sorted(tf.io.gfile.listdir(local)):
                 written[file] = contents_of(f"{local}/{file}")
                 flush_to_disk(f"{local}/{file}")
+                self._on_progress()
             if is_s3:
-                object_store.upload_tree(local, path)
+                object_store.upload_tree(local, path, self._on_progress)
         self._before_mark()
         content = json.dumps(signed({**mark, "files": written}), indent=2)
         target = f"{path}/{CHECKPOINT_MARK}"
