@@ -206,16 +206,13 @@ def variable_differences(left: str, right: str) -> Differences:
 
 def _check_complete(path: str) -> None:
     # They load TensorFlow.
-    from trainer.checkpoints.file_checks import damage_of
-    from trainer.checkpoints.marks import DamagedError, complete_mark
+    from trainer.checkpoints.marks import DamagedError, check_file, complete_mark
 
     try:
-        parts = complete_mark(path).files.items()
-        damage = next(filter(None, (damage_of(f"{path}/{name}", part) for name, part in parts)), "")
+        for name, contents in complete_mark(path).files.items():
+            check_file(f"{path}/{name}", contents)
     except DamagedError as error:
-        damage = str(error)
-    if damage:
-        raise ConfigError(f"{path} cannot be compared: {damage}. Copy its files again.")
+        raise ConfigError(f"{path} cannot be compared: {error}. Copy its files again.") from error
 
 
 def _dense_differences(left: str, right: str, plain: Sequence[str]) -> Differences:

@@ -288,7 +288,9 @@ def json_objects(path: str) -> Iterator[Document]:
 def checkpoints_in(directory: str) -> list[str]:
     """The names of the checkpoints there: best-* first, each kind in the order of steps."""
     names = names_in(directory) if is_dir(directory) else []
-    return sorted(name for name in names if re.fullmatch(r"(best|step)-\d+", name))
+    found = [name for name in names if re.fullmatch(r"(best|step)-\d+", name)]
+    # Not by name alone, which has 8 digits or more.
+    return sorted(found, key=lambda name: (name.partition("-")[0], step_in(name)))
 
 
 def finished_checkpoints(directory: str) -> list[str]:

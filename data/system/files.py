@@ -11,10 +11,11 @@ An operation that is not possible is an OSError, at a URL too, but reading an op
 TensorFlow's errors, as etils.epath does. An error that a user can correct is a DataError.
 """
 
+import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from glob import iglob
 from pathlib import Path
 from types import ModuleType
@@ -197,7 +198,8 @@ def create_file(path: str) -> BinaryIO:
 def read_text(path: str) -> str:
     """The content of a text file in UTF-8; a DataError if this user may not read it."""
     with open_file(path) as file:
-        return file.read().decode()
+        content = _gfile(lambda _: file.read()) if is_url(path) and not is_s3(path) else file.read()
+    return content.decode()
 
 
 def replace_file(path: str, content: bytes) -> None:
@@ -310,8 +312,17 @@ def _gfile(call: Callable[[ModuleType], T]) -> T:
     """Calls with tf.io.gfile, imported at the first call; TensorFlow's errors become OSErrors."""
     import tensorflow as tf
 
-    try:
+    with gfile_errors():
         return call(tf.io.gfile)
+
+
+@contextlib.contextmanager
+def gfile_errors() -> Iterator[None]:
+    """Within it, errors of TensorFlow's file systems become OSErrors."""
+    import tensorflow as tf
+
+    try:
+        yield
     except tf.errors.NotFoundError as error:
         raise FileNotFoundError(0, error.message) from None
     except tf.errors.PermissionDeniedError as error:
@@ -323,7 +334,8 @@ def _gfile(call: Callable[[ModuleType], T]) -> T:
     except tf.errors.OpError as error:
         # The file system of gs:// gives this for all errors of the network.
         is_of_network = error.message.startswith("Error executing an HTTP request")
-        if is_of_network or isinstance(error, tf.errors.UnavailableError):
+        passing = tf.errors.UnavailableError, tf.errors.DeadlineExceededError
+        if is_of_network or isinstance(error, passing):
             message = " ".join(error.message.split())
             raise object_store.UnavailableError(errno.EIO, message) from None
         raise OSError(0, error.message) from None

@@ -17,7 +17,7 @@ import errno
 import functools
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -141,16 +141,16 @@ def put_new(url: str, content: bytes) -> bool:
     return True
 
 
-def upload(path: str, url: str) -> None:
-    """Writes a local file as an object."""
-    with _object(url) as (store, key):
-        store.put(key, Path(path), chunk_size=_PART_BYTES, max_concurrency=_PARTS_IN_FLIGHT)
+def upload(path: str, url: str, on_part: Callable[[], None] = lambda: None) -> None:
+    """Writes a local file as an object. Calls `on_part` before each part of some MB."""
+    with _object(url) as (store, key), _ReportingFile(path, on_part) as file:
+        store.put(key, file, chunk_size=_PART_BYTES, max_concurrency=_PARTS_IN_FLIGHT)
 
 
-def upload_tree(directory: str, url: str) -> None:
-    """Writes all files in a local directory, and below it, as objects in the directory `url`."""
+def upload_tree(directory: str, url: str, on_part: Callable[[], None] = lambda: None) -> None:
+    """`upload` of all files in a local directory, and below it, to the directory `url`."""
     for path in sorted(path for path in Path(directory).rglob("*") if path.is_file()):
-        upload(str(path), f"{url}/{path.relative_to(directory).as_posix()}")
+        upload(str(path), f"{url}/{path.relative_to(directory).as_posix()}", on_part)
 
 
 def download(url: str, path: str) -> None:
@@ -177,6 +177,18 @@ def remove_tree(url: str) -> None:
     with _object(url) as (store, key):
         for listing in store.list(f"{key}/"):
             store.delete([item["path"] for item in listing])
+
+
+class _ReportingFile(io.FileIO):
+    """A file that is read; calls `on_read` before each read."""
+
+    def __init__(self, path: str, on_read: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._on_read = on_read
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._on_read()
+        return super().read(size)
 
 
 class _ObjectReader(io.RawIOBase):

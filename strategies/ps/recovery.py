@@ -1,7 +1,7 @@
 """The state of a run on its parameter servers, which the next chief takes over.
 
     recovery = ServerRecovery(cluster, store_progress, reached)     # in each chief
-    found = recovery.take_over(variables, identity, after_step=0)   # of a former chief, or None
+    found = recovery.take_over(variables, identity, lambda: 0)      # of a former chief, or None
     recovery.publish(variables, identity)           # from now on the next chief finds these
 
 Each ps has two lists (`NamedTensors`): the handles of its variables, and a record, which is JSON
@@ -72,13 +72,13 @@ class ServerRecovery:
         return bool(self._saved)
 
     def take_over(
-        self, variables: Sequence[tf.Variable], identity: str, after_step: int
+        self, variables: Sequence[tf.Variable], identity: str, after_step: Callable[[], int]
     ) -> Reached | None:
         """Sets `variables` to the last complete step of a chief that has died.
 
         If a server was lost, sets them to the last copy for standby. Returns None, and changes no
         variable, if the servers have no state of the run `identity`, none of a complete step, or
-        none of a step after `after_step`. Called before `start`.
+        none of a step after `after_step`, which is called if there is one. Called before `start`.
         """
         with losses_explained():
             former = self._former = self._find()
@@ -98,7 +98,7 @@ class ServerRecovery:
                     "The servers have no complete step of the former chief in their memory: a ps "
                     "was lost, or the former chief has died before its first step."
                 )
-            if found is None or found[0].step <= after_step:
+            if found is None or found[0].step <= after_step():
                 return None
             reached, values = found
             kept = f"{reached.step:,}"

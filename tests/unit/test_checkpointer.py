@@ -1,11 +1,14 @@
 """Checkpoints: complete or not used, of this run or refused, and all but the newest removed."""
 
+import concurrent.futures
+import contextlib
 import json
 import logging
 import re
+import resource
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from data.system.object_store import UnavailableError
 from data.tfrecord.split import Split
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
@@ -22,7 +26,7 @@ from tests.unit.comparing import assert_same
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, Toy, assert_restores, file_size_limit
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
-from trainer.checkpoints.marks import signed
+from trainer.checkpoints.marks import check_file, own_mark, signed
 from trainer.checkpoints.snapshot import Snapshot
 from trainer.checkpoints.store import Store
 from trainer.config import ConfigError
@@ -117,6 +121,16 @@ def test_all_but_the_newest_and_the_best_are_removed(toy: Toy) -> None:
         toy.checkpointer.save_best(step, Position(step), score)
     toy.checkpointer.wait()
     assert toy.checkpoints() == ["best-00000002", "step-00000003", "step-00000004"]
+
+
+def test_order_is_that_of_the_steps_when_these_have_more_digits(
+    split: Split, tmp_path: Path
+) -> None:
+    toy = Toy(split, tmp_path)
+    save(toy, 99_999_800, 99_999_900, 100_000_000)
+    names = ["step-99999900", "step-100000000"]
+    assert checkpoints_in(toy.checkpointer.directory) == names
+    assert_restores(split, tmp_path, 100_000_000, toy.state())
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -229,6 +243,49 @@ def test_damaged_newer_checkpoints_are_written_anew_or_removed_by_the_next_save(
     save(toy, 8)
     assert toy.checkpoints() == ["step-00000003", "step-00000007", "step-00000008"]
     assert_restores(split, tmp_path, 8, toy.state())
+
+
+@contextlib.contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """No file can be opened."""
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, former)
+
+
+def test_file_that_cannot_be_opened_for_now_is_not_damaged(split: Split, tmp_path: Path) -> None:
+    saved_at(split, tmp_path, 3)
+    path = tmp_path / "checkpoints" / "step-00000003"
+    contents = own_mark(str(path)).files[DATA]
+    for read in (lambda: own_mark(str(path)), lambda: check_file(f"{path}/{DATA}", contents)):
+        with no_free_descriptor(), pytest.raises(UnavailableError, match="Too many open files"):
+            read()
+    check_file(f"{path}/{DATA}", contents)
+
+
+@pytest.mark.parametrize("is_later", [True, False], ids=["newest", "oldest"])
+def test_checkpoint_that_the_storage_fails_to_read_is_skipped_and_not_removed(
+    is_later: bool, split: Split, tmp_path: Path
+) -> None:
+    saved_at(split, tmp_path, 3, 7)
+    name = "step-00000007" if is_later else "step-00000003"
+    mark, away = tmp_path / "checkpoints" / name / "checkpoint.json", tmp_path / "away"
+    toy = Toy(split, tmp_path, keep=1)
+    if not is_later:
+        assert toy.restore().step == 7
+    mark.rename(away)
+    mark.mkdir()  # Reading it fails.
+    if is_later:
+        assert toy.restore().step == 3
+        mark.rmdir()
+        away.rename(mark)
+    save(toy, 4 if is_later else 8)
+    assert name in toy.checkpoints()
+    other = {"step-00000003", "step-00000007"} - {name}
+    assert other.isdisjoint(toy.checkpoints()), "others are removed as ever"
 
 
 @pytest.mark.slow
@@ -440,6 +497,22 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
     assert ["Read-only file system" in message for message in warnings_in(caplog)] == [True]
 
 
+def test_write_is_progress_while_training_waits_for_it(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+    toy.checkpointer.on_progress = lambda: moved.append(1)
+    toy.checkpointer.save(1, Position(1), {})
+    concurrent.futures.wait(toy.checkpointer._writes)
+    assert not moved, "hides that training stalls"
+    gate = Gate(monkeypatch)
+    toy.jump_to(2)
+    toy.checkpointer.save(2, Position(2), {})
+    threading.Timer(0.2, gate.is_open.set).start()
+    toy.checkpointer.wait()
+    assert len(moved) == 2, "one for each file"
+
+
 def test_checkpoint_written_while_another_step_is_restored_is_finished_first(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +560,24 @@ def test_checkpoint_for_a_restart_gives_way_to_a_complete_one_of_another_process
     toy.checkpointer.wait()
     assert looked == ["step-00000003"]
     assert Toy(split, tmp_path).restore().counts == {"worker": {"other": 1}}
+
+
+def test_save_that_fails_leaves_the_checkpoint_that_another_process_has_completed(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, other = Toy(split, tmp_path), Toy(split, tmp_path)
+    gate = Gate(monkeypatch)
+    toy.jump_to(3)
+    toy.checkpointer.save(3, Position(3), {})
+    assert gate.come.acquire(timeout=60)
+    monkeypatch.undo()
+    other.jump_to(3)
+    other.checkpointer.save_for_restart(3, Position(3), {})
+    assert other.checkpointer.has_saved(3)
+    with file_size_limit(100):
+        gate.is_open.set()
+        assert not toy.checkpointer.has_saved(3)
+    assert_restores(split, tmp_path, 3, other.state())
 
 
 def shared_toy(split: Split, model_dir: Path, *, keep: int = 2) -> Toy:

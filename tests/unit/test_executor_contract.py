@@ -27,12 +27,14 @@ from strategies.metrics import Metrics, means
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from tests.cluster import parity
+from tests.damage import flip_bit
 from tests.unit import comparing
 from tests.unit.comparing import assert_same
 from tests.unit.one_device import OneDeviceExecutor
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, NUM_EXAMPLES, make_reader, write_split
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.last_step import save_left_step
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 
@@ -237,21 +239,24 @@ def test_sub_batches_of_another_topology_are_refused(new_run: NewRun) -> None:
 def test_next_chief_takes_over_the_last_step(new_run: NewRun) -> None:
     former = new_run().start()
     assert former.executor.recovery is not None
+    identity = former.checkpointer.run_identity
     expected = after_steps(former.weights(), former.reader, 0, 8)
-    former.executor.recovery.publish(former.checkpointer.variables, "a run")
+    former.executor.recovery.publish(former.checkpointer.variables, identity)
     former.executor.run(5)
     run = new_run()
     recovery, variables = run.executor.recovery, run.checkpointer.variables
     assert recovery is not None
     before = run.weights()
-    assert recovery.take_over(variables, "another run", 0) is None
-    assert recovery.take_over(variables, "a run", 5) is None
+    assert recovery.take_over(variables, "another run", lambda: 0) is None
+    assert recovery.take_over(variables, identity, lambda: 5) is None
     assert_close(run.weights(), before)
-    reached = recovery.take_over(variables, "a run", 4)
-    assert reached is not None
-    assert reached.step == run.step == 5
-    run.start(reached.position)
-    recovery.publish(variables, "a run")
+    former.checkpointer.save(7, Position(7), {})  # It is damaged, and has its size.
+    former.checkpointer.wait()
+    flip_bit(former.directory / "checkpoints/step-00000007/variables.index", 7)
+    save_left_step(recovery, run.learner, run.checkpointer)
+    run.start(run.restore())
+    assert run.step == 5
+    recovery.publish(variables, identity)
     run.executor.run(3)
     assert run.num_examples == 8 * BATCH
     assert_close(run.weights(), expected)

@@ -31,8 +31,11 @@ def test_newest_is_restored_bit_for_bit_and_old_ones_are_removed(
     assert not files.exists(url)
     assert Toy(split, url).checkpointer.restore() is None
     toy = saved_at(split, url, [2, 4, 6])
+    moved: list[int] = []
+    toy.checkpointer.on_progress = lambda: moved.append(1)
     toy.checkpointer.save_best(6, toy.executor.position, 1.0)
     toy.checkpointer.wait()
+    assert len(moved) > 2, "an upload is progress"
     names = sorted(files.names_in(f"{url}/checkpoints"))
     assert names == ["best-00000006", "step-00000004", "step-00000006"]
     assert_restores(split, url, 6, toy.state())

@@ -17,7 +17,9 @@ from data.tfrecord.split import Split
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
-from strategies.position import Reached
+from strategies.position import Position, Reached
+from tests.damage import flip_bit
+from tests.unit.test_checkpointer import Gate
 from tests.unit.toy import Toy, assert_restores, file_size_limit
 from trainer.checkpoints import survivors
 from trainer.checkpoints.last_step import save_last_complete_step
@@ -105,6 +107,29 @@ def test_other_checkpoints_stay_though_this_worker_did_not_write_them(
     assert chief.checkpoints() == ["claims", "step-00000002", "step-00000004", "step-00000006"]
 
 
+@pytest.mark.parametrize("at_most", [None, 6], ids=["damaged", "damaged for another task"])
+def test_later_checkpoint_that_a_restart_skipped_counts_when_it_is_written_anew(
+    at_most: int | None, split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    Toy(split, tmp_path, keep=9).train_and_save(3, 7)
+    if at_most is None:
+        flip_bit(tmp_path / "checkpoints/step-00000007/variables.index", 7)
+    survivor, other = Toy(split, tmp_path), Toy(split, tmp_path, keep=9)
+    for toy in (survivor, other):
+        assert toy.restore(at_most).step == 3
+        toy.start(Position(3))
+        toy.executor.run(2)
+    save(survivor, cluster)
+    assert "step-00000005" in survivor.checkpoints()
+
+    other.executor.run(2)
+    other.checkpointer.save_for_restart(7, Position(7), {})
+    assert other.checkpointer.has_saved(7)
+    survivor.executor.run(1)
+    save(survivor, cluster)
+    assert "step-00000006" not in survivor.checkpoints()
+
+
 def assert_waits_for(writer: Toy, toy: Toy, cluster: Cluster, secs: float) -> None:
     """`toy` waits `secs` until `writer` has saved step 4, and does not save it, too."""
     directory = Path(toy.model_dir, "checkpoints")
@@ -158,6 +183,29 @@ def test_chief_that_is_left_writes_first(
         toy.executor.run(1)
         save(toy, cluster)
     assert "step-00000005" in toy.checkpoints()
+
+
+@pytest.mark.slow
+def test_worker_waits_for_the_chief_that_was_writing_its_step_before_the_loss(
+    split: Split, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivors, "_CHIEF_SECS", 0.5)
+    toy, chief = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
+    gate = Gate(monkeypatch)
+    chief.checkpointer.save(4, chief.executor.position, {})
+    assert gate.come.acquire(timeout=60)
+    of_chief = Cluster(cluster.jobs, Task("worker", 0))
+    savers = [
+        threading.Thread(target=save, args=args) for args in ((chief, of_chief), (toy, cluster))
+    ]
+    with held(port_of(cluster, 0)):
+        for saver in savers:
+            saver.start()
+        assert not gate.come.acquire(timeout=2), "the worker wrote the step, too"
+        gate.is_open.set()
+        for saver in savers:
+            saver.join(timeout=60)
+    assert_restores(split, tmp_path, 4, toy.state())
 
 
 def test_full_disk_is_logged_and_leaves_no_lock(

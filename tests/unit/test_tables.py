@@ -364,7 +364,9 @@ def test_a_staged_file_that_is_gone_is_an_error_of_the_save(
 ) -> None:
     learner = make()
     train(learner, 0, 3)
-    store = Store(str(tmp_path), str(tmp_path / "claims"), lambda _: None, lambda: None)
+    store = Store(
+        str(tmp_path), str(tmp_path / "claims"), lambda _: None, lambda: None, lambda: None
+    )
     staged = StagedTables([learner.model.get_layer("ids").table], store, "CPU:0", lambda: None, 1)
     staged.stage(3, is_complete=True)
     (directory,) = (tmp_path / "claims").iterdir()

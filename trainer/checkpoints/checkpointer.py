@@ -31,11 +31,12 @@ import tensorflow as tf
 
 from data.system import files
 from data.system.errors import UsageError
+from strategies.lost_peers import LOSSES
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.identity import Identity, differences, identity_of, refusal
-from trainer.checkpoints.marks import DamagedError, Mark, Saved, complete_mark
+from trainer.checkpoints.marks import DamagedError, Mark, Saved, UnreadableError, complete_mark
 from trainer.checkpoints.retention import outdated
 from trainer.checkpoints.snapshot import Snapshot, checkpoint_of, tensorflow_variables
 from trainer.checkpoints.store import Store
@@ -93,7 +94,14 @@ class Checkpointer:
         self._device = io_device or "CPU:0"
         # "claims" also has the lock files of survivors.py. Earlier versions chose the name.
         self.staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
-        self._store = Store(directory, self.staging, self._write_files, lambda: self.before_mark())
+        self._store = Store(
+            directory,
+            self.staging,
+            self._write_files,
+            lambda: self.before_mark(),
+            # Otherwise a step that stalls during a write would not be noticed.
+            lambda: self.on_progress() if self._is_waiting else None,
+        )
         # Other processes may remove the checkpoints that a new one would need.
         every = 1 if is_evaluator or is_shared else complete_every
         self._tables = tables = learner.tables
@@ -120,10 +128,11 @@ class Checkpointer:
         self._snapshot_step: int | None = None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._writes: list[concurrent.futures.Future[None]] = []
+        self._is_waiting = False
         # Called on the other thread when all but the mark is written: a run that resumes from the
         # checkpoint then finds what was reported before it.
         self.before_mark: Callable[[], None] = lambda: None
-        # Called often while tables are written and read.
+        # Called often while tables are written and read, and while training waits for a write.
         self.on_progress: Callable[[], None] = lambda: None
 
     @property
@@ -234,8 +243,12 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when all writes have ended."""
         writes, self._writes = self._writes, []
-        for write in writes:
-            write.result()
+        self._is_waiting = True
+        try:
+            for write in writes:
+                write.result()
+        finally:
+            self._is_waiting = False
         if self._staged:
             self._staged.remove()
             self._snapshot_step = None
@@ -257,9 +270,12 @@ class Checkpointer:
         self._refuse_damaged(self._store.names("step-"))
         return None
 
-    def newest(self) -> Saved | None:
-        """Returns the progress of the newest checkpoint with complete files (by size), or None."""
-        mark = self._store.newest()
+    def newest(self, *, reads: bool = False) -> Saved | None:
+        """Returns the progress of the newest checkpoint with complete files (by size), or None.
+
+        Checkpoints that `restore` has skipped do not count. With `reads` checksums are compared.
+        """
+        mark = self._store.newest_readable() if reads else self._store.newest()
         return mark.saved if mark else None
 
     def restore_step(self, step: int) -> bool:
@@ -296,15 +312,19 @@ class Checkpointer:
         """
         self.wait()
         self._store.verified.clear()
+        self._store.skipped.clear()
+        self._store.unreadable.clear()
         self._saved_step = None
-        names = [n for n in self._store.names("step-") if at_most is None or step_in(n) <= at_most]
+        names = self._store.names("step-")
+        while names and at_most is not None and step_in(names[-1]) > at_most:
+            self._store.skip(names.pop())
         for name in reversed(names):
             try:
                 saved = self._read(name)
             except DamagedError as error:
                 path = f"{self.directory}/{name}"
                 log.warning("%s is not complete: %s. Using the one before it.", path, error)
-                self._store.damaged.add(name)
+                self._store.skip(name, error)
             else:
                 self._resumed_step = self._saved_step = saved.step
                 return saved
@@ -331,10 +351,10 @@ class Checkpointer:
                 status = self._checkpoint.read(f"{local}/variables", options=self._options)
                 if self._staged:
                     self._staged.restore(mark, local)
-            except tf.errors.UnavailableError:
+            except (*LOSSES, tf.errors.ResourceExhaustedError):
                 raise  # The files may be complete.
             except (tf.errors.OpError, ValueError) as error:
-                raise DamagedError(f"it cannot be read ({first_line(error)})") from error
+                raise UnreadableError(f"it cannot be read ({first_line(error)})") from error
         try:
             status.assert_consumed()
         except AssertionError as error:

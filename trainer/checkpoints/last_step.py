@@ -18,6 +18,7 @@ from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
+from trainer.checkpoints.marks import Saved
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
 
@@ -49,7 +50,6 @@ def save_last_complete_step(
         elif reached.step:
             what = f"Step {reached.step:,}"
             require_finite(learner, reached.step)
-            checkpointer.wait()  # The chief may be writing an earlier one.
             write(reached, checkpointer)
     except NonFiniteLossError as error:
         log.warning("%s is not saved: %s", what, first_line(error))
@@ -59,6 +59,7 @@ def save_last_complete_step(
 
 def write_if_newer(reached: Reached, checkpointer: Checkpointer) -> None:
     """Writes a checkpoint of `reached`, unless there is one of this step or of a later one."""
+    checkpointer.wait()  # The chief may be writing it, or an earlier one.
     if not is_saved(reached, checkpointer):
         checkpointer.save_for_restart(*reached)
         if checkpointer.has_saved(reached.step):
@@ -85,8 +86,14 @@ def save_left_step(
         PeerLostError: a server was lost.
         NonFiniteLossError, DiskError: the state cannot be saved, and there is no checkpoint.
     """
-    newest = checkpointer.newest()
-    after_step = newest.step if newest else 0
+    newest: Saved | None = None
+
+    def after_step() -> int:
+        nonlocal newest
+        # Once the servers have dropped their state, a damaged checkpoint cannot be made up for.
+        newest = checkpointer.newest(reads=True)
+        return newest.step if newest else 0
+
     reached = recovery.take_over(checkpointer.variables, checkpointer.run_identity, after_step)
     if reached is None:
         return

@@ -6,21 +6,22 @@
 The mark is written last. It has the size and checksum of each file, and a checksum of itself.
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import google_crc32c
-import tensorflow as tf
 
 from data.system import files
 from data.system.object_store import UnavailableError
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
-from trainer.checkpoints.file_checks import STORAGE_ERRORS, damage_of
+from trainer.checkpoints.file_checks import contents_of
 from trainer.checkpoints.identity import Identity
 from trainer.checkpoints.retention import Chain
 from trainer.exit_codes import first_line
@@ -28,6 +29,9 @@ from trainer.run_files import CHECKPOINT_MARK
 
 # The length and the checksum of each file, as `contents_of` returns them.
 Files: TypeAlias = Mapping[str, Mapping[str, int | str]]
+
+# Errors of local files that may pass: no descriptor is free, or a file server does not answer.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class Saved:
 
 class DamagedError(Exception):
     """A checkpoint is not complete; the message names the file and the damage."""
+
+
+class UnreadableError(DamagedError):
+    """The storage fails to read a file. It may be complete, so nothing is removed because of it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def complete_mark(path: str) -> Mark:
         try:
             needed = own_mark(files.join(files.parent(path), need))
         except DamagedError as error:
-            raise DamagedError(f"it needs {need}, which is not complete: {error}") from error
+            raise type(error)(f"it needs {need}, which is not complete: {error}") from error
         if needed.checksum != checksum:
             raise DamagedError(f"it needs another {need} than the one that is there")
     return mark
@@ -95,13 +103,9 @@ def complete_mark(path: str) -> Mark:
 def own_mark(path: str) -> Mark:
     """As `complete_mark`, without the checkpoints that are needed."""
     try:
-        mark = json.loads(files.read_text(f"{path}/{CHECKPOINT_MARK}"))
-    except UnavailableError:
-        raise
-    except (FileNotFoundError, tf.errors.NotFoundError):
-        message = f"{CHECKPOINT_MARK} is missing: never finished, or half deleted"
-        raise DamagedError(message) from None
-    except (*STORAGE_ERRORS, ValueError) as error:
+        with _reading(f"{path}/{CHECKPOINT_MARK}", ": never finished, or half deleted"):
+            mark = json.loads(files.read_text(f"{path}/{CHECKPOINT_MARK}"))
+    except ValueError as error:
         raise DamagedError(f"{CHECKPOINT_MARK} cannot be read ({first_line(error)})") from error
     try:
         if mark["crc32c"] != signed(mark)["crc32c"]:
@@ -125,6 +129,35 @@ def own_mark(path: str) -> Mark:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{CHECKPOINT_MARK} is not one of this program: {error!r}") from error
     for file, contents in found.files.items():
-        if damage := damage_of(f"{path}/{file}", contents, reads=False):
-            raise DamagedError(damage)
+        check_file(f"{path}/{file}", contents, reads=False)
     return found
+
+
+def check_file(path: str, contents: Mapping[str, int | str], *, reads: bool = True) -> None:
+    """Raises DamagedError if a file has not its `contents`; without `reads`: not its length.
+
+    Raises UnavailableError if it cannot be read now.
+    """
+    name = os.path.basename(path)
+    with _reading(path):
+        num_bytes = files.num_bytes_of(path)
+        if num_bytes != contents["bytes"]:
+            raise DamagedError(f"{name} has {num_bytes:,} bytes instead of {contents['bytes']:,}")
+        if reads and contents_of(path) != contents:
+            raise DamagedError(f"{name} has another checksum than when it was written")
+
+
+@contextlib.contextmanager
+def _reading(path: str, if_missing: str = "") -> Iterator[None]:
+    """Raises DamagedError or UnavailableError for the errors of the storage inside it."""
+    name = os.path.basename(path)
+    try:
+        yield
+    except UnavailableError:
+        raise
+    except FileNotFoundError:
+        raise DamagedError(f"{name} is missing{if_missing}") from None
+    except (OSError, files.DataError) as error:
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            raise UnavailableError(error.errno, error.strerror, path) from error
+        raise UnreadableError(f"{name} cannot be read ({first_line(error)})") from error

@@ -1,6 +1,6 @@
 """The directory with the checkpoints of a run: writes, reads and removes one at a time.
 
-    store = Store("model_dir/checkpoints", "model_dir/checkpoints/claims", write_files, before_mark)
+    store = Store("model_dir/checkpoints", staging, write_files, before_mark, on_progress)
     store.write("step-00001000", mark)                          # False if the storage fails
     with store.files_of("step-00001000", names) as local:       # whose checksums are right
         checkpoint.read(f"{local}/variables")
@@ -21,8 +21,17 @@ import tensorflow as tf
 from data.system import files, object_store
 from data.system.object_store import UnavailableError
 from data.system.scratch import plain_path, scratch_dir
-from trainer.checkpoints.file_checks import STORAGE_ERRORS, contents_of, damage_of, flush_to_disk
-from trainer.checkpoints.marks import DamagedError, Files, Mark, complete_mark, own_mark, signed
+from trainer.checkpoints.file_checks import STORAGE_ERRORS, contents_of, flush_to_disk
+from trainer.checkpoints.marks import (
+    DamagedError,
+    Files,
+    Mark,
+    UnreadableError,
+    check_file,
+    complete_mark,
+    own_mark,
+    signed,
+)
 from trainer.checkpoints.retention import Chain
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK, checkpoints_in
@@ -39,7 +48,9 @@ class Store:
             run removes it, with the files of a killed process.
         verified: The checkpoints that this process wrote or read: their checksums were right, not
             only their sizes.
-        damaged: The checkpoints that a restart skipped.
+        skipped: The checkpoints that a restart skipped, with the stamps of their marks then: they
+            do not count until a process writes them anew.
+        unreadable: Those of `skipped` that may be complete, and are not removed.
     """
 
     def __init__(
@@ -48,16 +59,20 @@ class Store:
         staging: str,
         write_files: Callable[[str], None],
         before_mark: Callable[[], None],
+        on_progress: Callable[[], None],
     ) -> None:
         """Reads and writes nothing yet.
 
         `write_files` will write the files of a checkpoint to a directory that TensorFlow can open,
-        and `before_mark` is called when they are complete.
+        and `before_mark` is called when they are complete. `on_progress` is called after each file,
+        and before each part of an upload.
         """
         self.directory, self.staging = directory, staging
         self._write_files, self._before_mark = write_files, before_mark
+        self._on_progress = on_progress
         self.verified: set[str] = set()
-        self.damaged: set[str] = set()
+        self.skipped: dict[str, tuple[int, int]] = {}
+        self.unreadable: set[str] = set()
 
     def path(self, name: str) -> str:
         """Returns the directory of a checkpoint."""
@@ -68,10 +83,21 @@ class Store:
         return [name for name in checkpoints_in(self.directory) if name.startswith(prefix)]
 
     def mark_if_complete(self, name: str) -> Mark | None:
-        """Returns the mark; None if a file, or a checkpoint that it needs, is damaged by size."""
-        with contextlib.suppress(DamagedError):
-            return complete_mark(self.path(name))
+        """Returns the mark; None if a file, or a checkpoint that it needs, is damaged by size.
+
+        Also None if the checkpoint is one of `skipped`.
+        """
+        with contextlib.suppress(DamagedError, FileNotFoundError):
+            mark = complete_mark(self.path(name))
+            if name not in self.skipped or self.skipped[name] != self._stamp(name):
+                return mark
         return None
+
+    def skip(self, name: str, error: DamagedError | None = None) -> None:
+        """Adds a checkpoint, of which `error` is the damage, to `skipped`."""
+        self.skipped[name] = self._stamp(name)
+        if isinstance(error, UnreadableError):
+            self.unreadable.add(name)
 
     def chain_of(self, name: str) -> Chain:
         """Returns `Mark.chain`; empty if the checkpoint, or one that it needs, is damaged."""
@@ -79,11 +105,20 @@ class Store:
         return mark.chain if mark else {}
 
     def chains(self) -> dict[str, Chain | None]:
-        """Returns `Mark.chain` of each checkpoint; None if its files or mark are damaged."""
-        chains: dict[str, Chain | None] = dict.fromkeys(self.names())
-        for name in chains:
-            with contextlib.suppress(DamagedError):
-                chains[name] = own_mark(self.path(name)).chain
+        """Returns `Mark.chain` of each checkpoint; None if its files or mark are damaged.
+
+        Leaves out those that the storage fails to read, or failed to read at the restart.
+        """
+        chains: dict[str, Chain | None] = {}
+        for name in self.names():
+            try:
+                chain = own_mark(self.path(name)).chain
+            except DamagedError as error:
+                if isinstance(error, UnreadableError):
+                    continue
+                chain = None
+            if name not in self.unreadable:
+                chains[name] = chain
         return chains
 
     @contextlib.contextmanager
@@ -100,8 +135,7 @@ class Store:
                     # The check below names a file that is missing.
                     with contextlib.suppress(FileNotFoundError):
                         object_store.download(f"{path}/{file}", f"{local}/{file}")
-                if damage := damage_of(f"{local}/{file}", expected):
-                    raise DamagedError(damage)
+                check_file(f"{local}/{file}", expected)
             yield local
 
     def write(self, name: str, mark: Mapping[str, object]) -> bool:
@@ -125,12 +159,13 @@ class Store:
                     text = f"the newest complete checkpoint is of step {newest.saved.step}"
             message = "%s could not be written: %s. The next save tries again; %s."
             log.warning(message, path, first_line(error), text)
-            # If it cannot be removed it is skipped later, because it has no mark.
+            # If it cannot be removed it is skipped later, because it has no mark. With one, another
+            # process has completed the step: a survivor.
             with contextlib.suppress(*STORAGE_ERRORS):
-                if is_available:
+                if is_available and self.mark_if_complete(name) is None:
                     self.remove(name)
             return False
-        self.verified.add(name)
+        self._has_written(name)
         return True
 
     def write_and_rename(self, name: str, mark: Mapping[str, object]) -> bool:
@@ -142,15 +177,14 @@ class Store:
         partial = f"{self.staging}/{files.partial_name(name)}"
         try:
             self._write(partial, mark)
-            if name in self.damaged or self.mark_if_complete(name) is None:
+            if self.mark_if_complete(name) is None:
                 files.remove_tree(path)
             try:
                 os.rename(partial, path)
             except OSError:
                 if self.mark_if_complete(name) is None:
                     raise
-            self.damaged.discard(name)
-            self.verified.add(name)
+            self._has_written(name)
             flush_to_disk(self.directory)
         except STORAGE_ERRORS as error:
             log.warning("%s could not be written: %s.", path, first_line(error))
@@ -160,9 +194,23 @@ class Store:
         return True
 
     def newest(self) -> Mark | None:
-        """Returns the mark of the newest step-* whose files have their sizes, or None."""
+        """Returns the mark of the newest step-* that is not skipped, with files of the right sizes.
+
+        None if there is none.
+        """
         marks = map(self.mark_if_complete, reversed(self.names("step-")))
         return next((mark for mark in marks if mark), None)
+
+    def newest_readable(self) -> Mark | None:
+        """As `newest`, but reads the files: their checksums are right, too."""
+        while mark := self.newest():
+            with contextlib.suppress(DamagedError):
+                for name in mark.chain:
+                    with self.files_of(name, own_mark(self.path(name)).files):
+                        pass
+                return mark
+            self.skip(mark.name)
+        return None
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, the mark first.
@@ -177,6 +225,14 @@ class Store:
         remove_tree = object_store.remove_tree if files.is_s3(path) else tf.io.gfile.rmtree
         remove_tree(path)
 
+    def _has_written(self, name: str) -> None:
+        self.skipped.pop(name, None)
+        self.unreadable.discard(name)
+        self.verified.add(name)
+
+    def _stamp(self, name: str) -> tuple[int, int]:
+        return files.stamp(f"{self.path(name)}/{CHECKPOINT_MARK}")
+
     def _write(self, path: str, mark: Mapping[str, object]) -> None:
         is_s3, written = files.is_s3(path), {}
         with scratch_dir() if is_s3 else contextlib.nullcontext(path) as local:
@@ -186,8 +242,9 @@ class Store:
             for file in sorted(tf.io.gfile.listdir(local)):
                 written[file] = contents_of(f"{local}/{file}")
                 flush_to_disk(f"{local}/{file}")
+                self._on_progress()
             if is_s3:
-                object_store.upload_tree(local, path)
+                object_store.upload_tree(local, path, self._on_progress)
         self._before_mark()
         content = json.dumps(signed({**mark, "files": written}), indent=2)
         target = f"{path}/{CHECKPOINT_MARK}"

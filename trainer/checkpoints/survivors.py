@@ -15,7 +15,8 @@ the checkpoint is complete. If the writer dies, the next worker that sees it cre
 file. A worker that is a step further writes that step. No worker writes a step that is not later
 than the newest complete checkpoint. The next start of the run removes all lock files.
 
-If the chief is left, the others let it write first: it has written all checkpoints so far.
+If the chief is left, the others let it write first: it has written all checkpoints so far, and may
+still be writing this one.
 """
 
 import logging

@@ -117,7 +117,7 @@ class StagedTables:
                 try:
                     directories.append(stack.enter_context(self._store.files_of(need, of_tables)))
                 except DamagedError as error:
-                    raise DamagedError(f"it needs {need}, of which {error}") from error
+                    raise type(error)(f"it needs {need}, of which {error}") from error
             self._read([*directories, directory], mark.saved.step)
         for table in self._tables:
             table.take_changed_ids(table.index(), mark.saved.step)
