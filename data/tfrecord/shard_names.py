@@ -27,8 +27,6 @@ _SPLIT_OF = (
     re.compile(rf"(?P<split>[^.]+?)[-_.]?\d+(?:-\d+)?{_SUFFIX}{_PACKED}"),
     re.compile(rf"(?:.*-)?(?P<split>[^-.]+){_SUFFIX}{_PACKED}"),
 )
-# The name of a shard of a split: not train-5c0e.tfrecord, of which train-5000.tfrecord is another.
-_OF_A_SPLIT = re.compile(rf"(?:\D*|[^.]*[-_.]\d+){_SUFFIX}{_PACKED}")
 _WORDS = {
     "train": re.compile(r"(?i)(?<![a-z])train(?:ing)?(?![a-z])"),
     "test": re.compile(
@@ -66,9 +64,9 @@ def shard_paths(data_dir: str, split: str, *, missing_too: bool = False) -> list
         rf"{quoted}[-_.]?[^.]*{_SUFFIX}{_PACKED}",
     ):
         if found := [name for name in names if re.fullmatch(pattern, name)]:
-            exact = [name for name in found if _split_of(name) == split]
-            if exact and all(_OF_A_SPLIT.fullmatch(name) for name in {*found}.difference(exact)):
-                found = exact  # Without those of trainval, whose names begin with train, too.
+            # Without those of trainval, whose names begin with train, too.
+            own = re.compile(rf"(?:.*-)?{quoted}(?![^\W\d_])")
+            found = [name for name in found if own.match(name)] or found
             break
     else:
         found = [f"{split}/{name}" for name in _shards_below(data_dir, split)]
@@ -204,14 +202,12 @@ def _how_to_split(data_dir: str, names: list[str]) -> str:
 
 def _split_names(names: list[str]) -> set[str]:
     """The splits that the names of shards say."""
-    return {split for name in names if (split := _split_of(name))}
-
-
-def _split_of(name: str) -> str:
-    """The split that the name of a shard says; "" for other names."""
-    matches = (pattern.fullmatch(name) for pattern in _SPLIT_OF)
-    match = next(filter(None, matches), None)
-    return match["split"] if match else ""
+    splits = set()
+    for name in names:
+        matches = (pattern.fullmatch(name) for pattern in _SPLIT_OF)
+        if match := next(filter(None, matches), None):
+            splits.add(match["split"])
+    return splits
 
 
 def _split_dirs(data_dir: str, names: list[str]) -> set[str]:

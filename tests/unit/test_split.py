@@ -190,10 +190,13 @@ def test_usual_names_of_shards_are_found_in_order(tmp_path: Path, shards: list[s
 @pytest.mark.parametrize(
     ("split", "others"),
     [
-        (["train-0"], ["trainval-0", "train_small-00000-of-00001", "trainall"]),
-        (["test-0", "test-1"], ["test_v2-0", "testing_1"]),
+        (["train-0"], ["trainval-0", "trainall"]),
+        (["train0", "train1"], ["trainval0"]),
+        (["test-0", "test-1"], ["testing_1"]),
         (["val-0"], ["validation-0"]),
-        # Of one split are those that differ in letters and digits, or of which none is exactly it.
+        # What follows after a sign may be the name of a shard.
+        (["train_1", "train_2", "train_final"], []),
+        (["train-3", "train-us-1"], []),
         (["train_5000", "train_5c0e", "train_abcd"], []),
         (["train_a", "train_b-0"], []),
         (["train/train-0", "train/a-train", "train/b"], []),
@@ -205,7 +208,7 @@ def test_split_has_no_shards_of_another_whose_name_begins_with_its_name(
     (tmp_path / "train").mkdir()
     for name in [*split, *others]:
         (tmp_path / f"{name}.tfrecord").write_bytes(framed(b"abc"))
-    found = names.shard_paths(str(tmp_path), re.split("[-_/]", split[0])[0])
+    found = names.shard_paths(str(tmp_path), re.split(r"[-_/\d]", split[0])[0])
     assert found == [f"{tmp_path}/{name}.tfrecord" for name in sorted(split)]
 
 

@@ -181,6 +181,8 @@ class Objective:
             return penalties
         for part in self._model.losses:
             penalty = tf.cast(part, tf.float32)
+            if penalty.shape.num_elements() == 1:
+                penalty = tf.reshape(penalty, [])
             if penalty.shape.rank:  # Of each example: the sum over the batch counts, as in Keras.
                 penalty = tf.reduce_sum(require_per_example("add_loss()", penalty, losses, ()))
                 penalty = tf.math.divide_no_nan(penalty, fraction)

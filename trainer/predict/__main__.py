@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from data.system.files import DataError, check_writable, exists, partial_name, rename
+from data.system.files import DataError, check_writable, exists, is_url, partial_name, rename
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
 from trainer.run_files import RunFiles, json_text
@@ -72,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
             f"--output={output} must end with .jsonl or .csv. Type --output=predictions.jsonl."
         )
     if output:
+        if is_url(output):
+            raise ConfigError(f"--output={output} must be a local file. Copy it afterwards.")
         check_writable(output, "output")
         if given.input and os.path.realpath(output) == os.path.realpath(given.input):
             raise ConfigError(

@@ -22,14 +22,15 @@ def own(layer: keras.Layer, kind: str) -> list[Any]:
 
 
 def keep_losses(model: keras.Layer) -> None:
-    """Makes `model.losses` have all losses that were added in this keras.StatelessScope.
+    """Makes `model.losses` have all losses that were added in this keras.StatelessScope, if any.
 
     Keras remembers which layer added a loss in one set for all threads. If replicas of one process
     take turns in the forward pass, the call of one clears what another has added.
     """
-    for layer in all_layers(model):
-        layer._loss_ids.clear()
-    model._loss_ids.update(map(id, keras.src.backend.get_stateless_scope().losses))
+    if (scope := keras.src.backend.get_stateless_scope()) is not None:
+        for layer in all_layers(model):
+            layer._loss_ids.clear()
+        model._loss_ids.update(map(id, scope.losses))
 
 
 def maker_of(tensor: keras.KerasTensor) -> keras.Operation:
