@@ -39,13 +39,14 @@ def restore_newest(parts: Parts) -> Saved | None:
     model_dir, executor, is_chief = parts.spec.model_dir, parts.executor, parts.spec.is_chief
     files = RunFiles(model_dir)
     _check_is_shared(model_dir, executor, is_chief=is_chief)
+    given, former = parts.learner.optimizer_rate, None
     # Without it this is another run: whoever has deleted the directory wants to begin anew.
     if executor.recovery and exists(files.config):
+        former = parts.checkpointer.newest()  # The next one has the rate that is given now.
         save_left_step(executor.recovery, parts.learner, parts.checkpointer)
-    given = parts.learner.optimizer_rate
     saved = restore_together(executor, parts.checkpointer)
     # What a callback has set continues, unless another rate is given now.
-    if saved and given is not None and saved.config.get(GIVEN_RATE) != given:
+    if saved and given is not None and (former or saved).config.get(GIVEN_RATE) != given:
         parts.learner.optimizer.learning_rate = given
     if is_chief:
         with disk_errors_explained(model_dir):

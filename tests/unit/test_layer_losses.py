@@ -160,3 +160,16 @@ def test_random_layers_draw_for_each_example_also_in_a_loss_that_calls_the_model
     found = [sums_of(learner_on(num, build, ModelLoss), num, (*batch, seeds)) for num in (1, 2)]
     assert np.abs(found[0][0]).max() > 1e-3
     assert_close(*found)
+
+
+def test_gradients_of_a_config_file_may_call_a_synchronized_model(batch: tuple[Any, Any]) -> None:
+    with replicas(1).scope():
+        hidden = [layers.Dense(4), synchronized()]
+        model = keras.Sequential([keras.Input((3,)), *hidden, layers.Dense(4)])
+        optimizer = keras.optimizers.SGD(0.1)
+        learner = Learner(model, optimizer, sparse_categorical_crossentropy, {}, batch_size=BATCH)
+
+    def outputs(inputs: Any) -> Any:
+        return learner.forward(inputs, training=True)
+
+    assert replicas(1).run(tf.function(outputs), args=(tf.constant(batch[0]),)).shape == (BATCH, 4)
