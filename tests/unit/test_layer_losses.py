@@ -13,7 +13,7 @@ from keras import layers
 from tests.unit.comparing import assert_close
 from tests.unit.replicas import shares
 from trainer.learner import Learner
-from trainer.step.keras_losses import ModelLoss
+from trainer.step.keras_losses import KerasLoss, ModelLoss, output_names
 from trainer.step.losses import sparse_categorical_crossentropy
 
 BATCH = 12
@@ -173,3 +173,16 @@ def test_gradients_of_a_config_file_may_call_a_synchronized_model(batch: tuple[A
         return learner.forward(inputs, training=True)
 
     assert replicas(1).run(tf.function(outputs), args=(tf.constant(batch[0]),)).shape == (BATCH, 4)
+
+
+def test_each_call_of_a_shared_layer_is_an_output_that_counts_in_the_loss() -> None:
+    inputs = keras.Input((3,))
+    head = layers.Dense(4, name="head")
+    model = keras.Model(inputs, [head(inputs), head(2 * inputs)])
+    outputs = model(tf.ones((BATCH, 3)))
+    assert output_names(model, outputs) == ["head", "head_1"]
+    labels = [tf.zeros((BATCH, 4))] * 2
+    found = KerasLoss("mse")(labels, outputs, output_names(model, outputs))
+    model.compile(loss=["mse", "mse"])
+    expected = model.evaluate(tf.ones((BATCH, 3)), labels, verbose=0, return_dict=True)["loss"]
+    np.testing.assert_allclose(tf.reduce_mean(found), expected, rtol=1e-6)

@@ -15,6 +15,7 @@ import copy
 import difflib
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -45,13 +46,23 @@ def is_keras(loss: object) -> bool:
 
 
 def output_names(model: keras.Model, outputs: Batch) -> list[str]:
-    """Returns the names of the `outputs` of `model`, a nest of one level, in Keras' order."""
+    """Returns the names of the `outputs` of `model`, a nest of one level, in Keras' order.
+
+    Keras names an output after the layer that made it. Of equal names, as of a layer that was
+    called twice, the later ones get a number: `head`, `head_1`.
+    """
     if isinstance(outputs, Mapping):
         return sorted(outputs)
     if not isinstance(outputs, (list, tuple)):
         return ["output"]
     names = list(getattr(model, "output_names", None) or [])
-    return names if len(names) == len(outputs) else [f"output_{i}" for i in range(len(outputs))]
+    if len(names) != len(outputs):
+        return [f"output_{i}" for i in range(len(outputs))]
+    found: list[str] = []
+    for name in names:
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        found.append(next(n for n in itertools.chain([name], numbered) if n not in found))
+    return found
 
 
 def listed(what: str, value: Batch, names: Sequence[str]) -> list[Any]:
