@@ -1,10 +1,15 @@
 """The lines of the console fit the terminal, and are complete in a pipe."""
 
+import io
+import os
+import sys
+
 import pytest
 
 from strategies.pace import Pace
 from trainer.hooks.console import Console
 from trainer.hooks.terminal import passed_width
+from trainer.local.task_logs import say
 
 REPORT = {
     "loss": 0.1234,
@@ -65,3 +70,21 @@ def test_compilation_is_announced_once_and_the_time_left_is_not_guessed(
     first, second = capsys.readouterr().out.splitlines()
     assert first == "compiling the first step"
     assert "left" not in second
+
+
+def test_closed_pipe_and_characters_that_a_stream_lacks_end_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    # Unbuffered below the text, so that closing it writes nothing.
+    with open(writing, "wb", buffering=0) as raw:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))
+        console = Console(1000, pace())
+        console.say("one")
+        console.say("two")
+    assert caplog.text.count("The console cannot be written") == 1
+
+    latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    say("Données \u732b", latin)
+    assert latin.buffer.getvalue() == b"Donn\xe9es \\u732b\n"

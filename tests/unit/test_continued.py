@@ -47,6 +47,9 @@ def test_what_is_typed_takes_precedence(tmp_path: Path, monkeypatch: pytest.Monk
     for typed in ("--train_steps=90", "--epochs=3"):
         assert "--config.train_steps=70" not in continued(given, typed)
     assert "--workers=3" not in continued("--strategy=mirrored", given)
+    same = continued("--strategy=ps", given)
+    assert "--sync_replicas" in same, "the strategy is what it was"
+    assert [word for word in same if word.startswith("--strategy")] == ["--strategy=ps"]
     assert continued(given, f"--config={DIGITS}") == [given, f"--config={DIGITS}"]
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
     words = continued(given)

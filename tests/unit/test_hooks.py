@@ -410,7 +410,10 @@ def test_improvement_resets_the_count_and_a_step_is_counted_once(
 ) -> None:
     toy = Toy(split, tmp_path)
     options = EarlyStoppingConfig(patience=2, min_delta=0.05)
-    evaluate = toy.evaluate(every_steps=1, best_metric="accuracy", early_stopping=options)
+    former = {"split": "eval", "step": 0, "loss": 1.0}  # Before there was such a metric.
+    choices: dict[str, Any] = {"best_metric": "accuracy", "early_stopping": options}
+    evaluate = toy.evaluate(every_steps=1, history=lambda: [former], **choices)
+    evaluate.begin(0)
     done = []
     # A run that resumes at its last step evaluates that step a second time.
     accuracies = [(0, 0.1), (1, 0.2), (2, 0.2), (3, 0.3), (4, 0.34), (4, 0.34), (5, math.nan)]

@@ -51,12 +51,12 @@ def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> lis
         return list(argv)
     document = files.read_config()
     words = _config_words(document, given, model_dir)
-    if "strategy" not in given:
+    if given.get("strategy", document["strategy"]) == document["strategy"]:
         of_strategy = document.get("flags", [f"--strategy={document['strategy']}"])
         if document["strategy"] != "mirrored":
             ignored = _ignored(given, local_flags)
             of_strategy = [word for word in of_strategy if _name_of(word) not in ignored]
-        words += of_strategy
+        words += [word for word in of_strategy if _name_of(word) not in given]
     return [argv[0], *words, *argv[1:]]
 
 

@@ -47,6 +47,14 @@ def time_left(pace: Pace | None, num_steps: int) -> str:
     return "" if secs_per_step is None else f"{clock(max(0, num_steps) * secs_per_step)} left"
 
 
+class _Console(rich.console.Console):
+    """Raises an error of a closed pipe, as of `| head`: rich would end the process."""
+
+    @override
+    def on_broken_pipe(self) -> None:
+        raise  # The BrokenPipeError that rich handles here.
+
+
 class Console(Writer):
     """One line per report of a run that ends at `last_step`.
 
@@ -58,7 +66,7 @@ class Console(Writer):
     def __init__(self, last_step: int, pace: Pace | None = None, *, is_quiet: bool = False) -> None:
         # A kernel has colours, but no terminal: NotebookBar shows the progress.
         force_terminal = False if is_kernel() else None
-        self._console = rich.console.Console(
+        self._console = _Console(
             highlight=False, force_jupyter=False, force_terminal=force_terminal
         )
         self._last_step = last_step

@@ -57,7 +57,8 @@ class Evaluate(PeriodicHook):
         # Counts past evaluations, so a resumed run stops where an uninterrupted one does.
         self._best_score, self._num_without_improvement, self._counted_step = -math.inf, 0, -1
         for report in self.history() if self.early_stopping.patience else ():
-            if report["split"] == "eval" and report["step"] <= step:
+            is_past = report["split"] == "eval" and report["step"] <= step
+            if is_past and self.best_metric in report:  # It may be new.
                 self._count(report["step"], report[self.best_metric])
 
     @override

@@ -100,7 +100,13 @@ def now() -> str:
 
 
 def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
-    """Prints `text` at once, by default to standard error. An error of the stream is ignored."""
+    """Prints `text` at once, by default to standard error. An error of the stream is ignored.
+
+    Characters that the stream does not have are escaped.
+    """
+    stream = stream or sys.stderr
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     # A closed terminal, or `| head`, must not end a run.
     with contextlib.suppress(OSError):
-        print(text, end=end, file=stream or sys.stderr, flush=True)
+        print(text, end=end, file=stream, flush=True)
