@@ -133,6 +133,7 @@ def files_below(directory: str, is_left_out: Callable[[str], bool], *others: str
                 directories.clear()
                 continue
             seen.add(real)
+            directories.sort()  # Which of two links to a directory counts must not vary.
             below, here = (
                 [path for name in some if not is_left_out(path := os.path.join(parent, name))]
                 for some in (directories, names)

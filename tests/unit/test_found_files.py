@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import os
 import tarfile
 from collections.abc import Iterator
 from csv import field_size_limit
@@ -15,7 +16,7 @@ import tensorflow as tf
 from data.example_features import Feature, class_names, read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, columns, csv, csv_files, folder, idx
-from data.system.files import DataError, shown
+from data.system.files import DataError, files_below, shown
 from tests.unit.test_image_sources import images_of, write_cifar10, write_folder
 from tests.unit.test_prepare import digest, parsed, run, write_idx
 from tests.unit.test_prepare_advice import PNG
@@ -92,7 +93,8 @@ def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
 def test_names_that_are_not_utf8_are_refused_before_anything_is_written(
     name: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pyarrow" if name == "parquet:x" else "os")
+    if name == "parquet:x":
+        pytest.importorskip("pyarrow")
     endings = ("/1.png", ".parquet", ".tfrecord")
     (tmp_path / "in").mkdir()
     write_folder(tmp_path / "in", {f"train/caf\udce9{ending}": PNG for ending in endings})
@@ -380,6 +382,23 @@ def test_linked_directories_are_read_as_others_and_each_once(kind: str, tmp_path
     write(tmp_path / "elsewhere" / "2.parquet", 3)
     with pytest.raises(DataError, match=r"a was 2 file.*, and is now 2 file"):
         prepare(*given)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_first_of_two_links_to_a_directory_counts_whatever_the_file_system_lists_first(
+    is_reversed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def walk(top: str, walk: Any = os.walk) -> Any:
+        for parent, directories, names in walk(top):
+            directories.sort(reverse=is_reversed)
+            yield parent, directories, names
+
+    write_folder(tmp_path, {"elsewhere/1.png": PNG, "source/cow/2.png": PNG})
+    for name in ("cat", "dog"):
+        (tmp_path / "source" / name).symlink_to("../elsewhere")
+    monkeypatch.setattr(os, "walk", walk)
+    found = files_below(f"{tmp_path}/source", lambda _: False)
+    assert found == [f"{tmp_path}/source/{name}" for name in ("cat/1.png", "cow/2.png")]
 
 
 def test_images_of_linked_directories_are_predicted_once(tmp_path: Path) -> None:

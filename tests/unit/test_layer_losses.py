@@ -69,6 +69,7 @@ MODELS: Mapping[str, Callable[[], list[layers.Layer]]] = {
         layers.Dense(4, kernel_regularizer="l2"),
         Adding(mean),
     ],
+    "one element": lambda: [Adding(lambda values: tf.reshape(mean(values), [1, 1]))],
     "synchronized": lambda: [Adding(mean), synchronized(), layers.Dense(4), Adding(mean)],
     "activity": lambda: [layers.Dense(4, activity_regularizer="l2"), synchronized()],
     "aggregation": lambda: [Adding(mean), Counting(), layers.Dense(4), Adding(mean)],

@@ -235,6 +235,7 @@ def test_output_is_replaced_only_when_it_is_complete(
         ("x.csv", "is the file of --input, which would be lost"),
         ("former.jsonl", "is no model"),
         ("missing/x.csv", "missing/x.csv cannot be written: No such file"),
+        ("s3://bucket/x.csv", "must be a local file"),
     ],
 )
 def test_refused_command_leaves_all_files_as_they_are(

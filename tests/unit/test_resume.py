@@ -6,8 +6,9 @@ import logging
 import math
 import shutil
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
-from strategies.position import Position
+from strategies.position import Position, Reached
 from tests.damage import flip_bit
 from tests.unit.comparing import assert_same
 from tests.unit.toy import BATCH, Toy, parts_of
@@ -50,6 +51,12 @@ class Poisoned(MirroredExecutor):
             for variable in self._learner.variables:
                 variable.assign(np.full(variable.shape, 3e38))
         return metrics, seconds
+
+
+class TakesOver(MirroredExecutor):
+    """Its former chief has died."""
+
+    recovery: Any = None
 
 
 class Recorded(Writer):
@@ -131,6 +138,28 @@ def test_resumed_run_has_the_rate_of_a_callback_unless_another_is_given(
     spec = dataclasses.replace(parts.spec, model_dir=str(tmp_path))
     assert restore_newest(dataclasses.replace(parts, spec=spec))
     assert (toy.step, toy.learner.optimizer_rate) == (2, expected)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0.5, 0.125), (0.25, 0.25)])
+def test_next_chief_that_takes_over_a_step_has_the_rate_of_a_callback_unless_another_is_given(
+    given: float, expected: float, split: Split, tmp_path: Path
+) -> None:
+    Toy(split, tmp_path, rate=0.5).train_and_save(2)
+    (tmp_path / "config.json").touch()
+    toy = Toy(split, tmp_path, executor=TakesOver, rate=given)
+
+    def take_over(variables: Any, identity: str, after_step: Callable[[], int]) -> Reached:
+        assert after_step() == 2
+        toy.learner.step.assign(3)
+        toy.learner.optimizer.learning_rate = 0.125
+        return Reached(3, Position(3), {})
+
+    TakesOver.recovery = SimpleNamespace(take_over=take_over)
+    parts = parts_of(toy.executor, toy.learner, toy.checkpointer, toy.reader, Config())
+    spec = dataclasses.replace(parts.spec, model_dir=str(tmp_path))
+    saved = restore_newest(dataclasses.replace(parts, spec=spec))
+    assert saved
+    assert (saved.step, toy.learner.optimizer_rate) == (3, expected)
 
 
 def test_rate_of_a_callback_stays_when_a_run_goes_back(split: Split, tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def chains_of(text: str) -> dict[str, Chain | None]:
         ("b6<3 3 6<3 9<3<6 12", {"keep": 1}, "6 9"),
         ("3! 6<3", {"keep": 1}, ""),
         ("b3<3 3! 6", {"keep": 1}, ""),
+        ("4 7<4 8 9", {"keep": 1, "resumed": 4, "unreadable": "7"}, "8"),
+        ("4 7<4 8 9", {"keep": 1, "resumed": 4}, "7 8 4"),
         # A damaged base damages all that need it: a second one stays, with its chain.
         ("3 6<3 9<3<6 12 15<12 18<12<15", {"keep": 2}, ""),
         ("1 2<1 3 6<3 9<3<6 12 15<12 18<12<15", {"keep": 2}, "1 2"),
@@ -73,6 +75,7 @@ def test_checkpoints_that_are_removed(there: str, options: dict[str, Any], remov
         chains,
         name_of(just_written),
         verified=set(map(name_of, options.pop("verified", just_written).split())),
+        unreadable=set(map(name_of, options.pop("unreadable", "").split())),
         resumed_step=options.pop("resumed", 99),
         **options,
     )

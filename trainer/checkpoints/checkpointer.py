@@ -184,6 +184,7 @@ class Checkpointer:
                     name,
                     keep=self._keep,
                     verified=self._store.verified,
+                    unreadable=self._store.unreadable,
                     resumed_step=self._resumed_step,
                     is_shared=self._is_shared,
                 ):

@@ -22,6 +22,7 @@ def outdated(
     *,
     keep: int,
     verified: Collection[str],
+    unreadable: Collection[str] = (),
     resumed_step: int = 0,
     is_shared: bool = False,
 ) -> list[str]:
@@ -31,8 +32,8 @@ def outdated(
 
     | checkpoint | removed |
     | --- | --- |
-    | best-*; with `is_shared` also steps after the one just written | no |
-    | in the chain of a best-*, of the one just written, or of one that stays | no |
+    | best-*, or `unreadable`; with `is_shared` also steps after the one just written | no |
+    | in the chain of a best-*, an `unreadable`, the one just written, or one that stays | no |
     | its mark is damaged; or after `resumed_step` and not `verified`: a restart skipped it | yes |
     | complete | if `keep` newer ones stay; but the newest one of another base stays, too |
     | it needs a checkpoint that is damaged or cannot be read now | if all that stay are newer |
@@ -44,17 +45,18 @@ def outdated(
         just_written: A name in `chains`. It is one of the `keep`, even if others are newer.
         keep: The number of newest checkpoints that stay.
         verified: The checkpoints that this process wrote or read completely.
+        unreadable: Those that the storage failed to read: they may be complete.
         resumed_step: The step from which this process continued.
         is_shared: Another process may write later checkpoints at the same time.
     """
-    first = [name for name in chains if name.startswith("best-") or name == just_written]
-    needed = {need for name in first for need in chains[name] or ()}
+    always = {name for name in chains if name.startswith("best-") or name in unreadable}
+    needed = {need for name in {*always, just_written} for need in chains[name] or ()}
     checksums = {name: chain[name] for name, chain in chains.items() if chain}
     complete: dict[str, Chain] = {}
     damaged, incomplete = [], []
     for name, chain in chains.items():
         is_later = is_shared and step_in(name) > step_in(just_written)
-        if name.startswith("best-") or is_later:
+        if name in always or is_later:
             continue
         was_skipped = step_in(name) > resumed_step and name not in verified
         if chain is None or was_skipped:

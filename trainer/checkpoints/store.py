@@ -107,7 +107,7 @@ class Store:
     def chains(self) -> dict[str, Chain | None]:
         """Returns `Mark.chain` of each checkpoint; None if its files or mark are damaged.
 
-        Leaves out those that the storage fails to read, or failed to read at the restart.
+        Leaves out those whose mark the storage fails to read.
         """
         chains: dict[str, Chain | None] = {}
         for name in self.names():
@@ -117,8 +117,7 @@ class Store:
                 if isinstance(error, UnreadableError):
                     continue
                 chain = None
-            if name not in self.unreadable:
-                chains[name] = chain
+            chains[name] = chain
         return chains
 
     @contextlib.contextmanager
