@@ -42,13 +42,16 @@ def outdated(
 
     Args:
         chains: All checkpoints in the order of their steps; None if the mark cannot be read.
-        just_written: A name in `chains`. It is one of the `keep`, even if others are newer.
+        just_written: It is one of the `keep`, even if others are newer. If it is not in `chains`,
+            as it was deleted meanwhile or cannot be read now, nothing is removed.
         keep: The number of newest checkpoints that stay.
         verified: The checkpoints that this process wrote or read completely.
         unreadable: Those that the storage failed to read: they may be complete.
         resumed_step: The step from which this process continued.
         is_shared: Another process may write later checkpoints at the same time.
     """
+    if just_written not in chains:
+        return []
     always = {name for name in chains if name.startswith("best-") or name in unreadable}
     needed = {need for name in {*always, just_written} for need in chains[name] or ()}
     checksums = {name: chain[name] for name, chain in chains.items() if chain}
