@@ -43,7 +43,7 @@ from trainer.checkpoints.store import Store
 from trainer.exit_codes import first_line
 from trainer.guards.fingerprint import keras_settings
 from trainer.learner import Learner
-from trainer.learner.variables import saved_variables
+from trainer.learner.variables import refresh_constants, saved_variables
 from trainer.run_files import CHECKPOINT_MARK, step_in
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class Checkpointer:
                 that a new one needs. So each checkpoint of an evaluator has complete tables.
         """
         self.directory = directory
+        self._model = learner.model
         self._checkpoint = checkpoint_of(learner)
         self._device = io_device or "CPU:0"
         # "claims" also has the lock files of survivors.py. Earlier versions chose the name.
@@ -366,6 +367,7 @@ class Checkpointer:
                 f"together in another way: {first_line(error)}. Give another --model_dir, or the "
                 "former model and optimizer."
             ) from error
+        refresh_constants(self._model)
         self._store.verified.add(name)
         return mark.saved
 
