@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from keras import callbacks as K
 
@@ -130,6 +131,51 @@ def test_rate_is_reduced_on_a_plateau_and_epochs_are_logged(toy: Toy, tmp_path: 
     assert head == ["epoch", "accuracy", "learning_rate", "loss", "val_accuracy", "val_loss"]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert float(rows[2][3]) < float(rows[0][3])
+
+
+def set_to(optimizer: Any, rate: Any) -> None:
+    optimizer.learning_rate = rate
+
+
+# What a callback does at the begin of training, and the rate after it; it is 0.01 before.
+RATES: dict[str, tuple[Callable[[Any], object], float]] = {
+    "float": (lambda optimizer: set_to(optimizer, float(optimizer.learning_rate) / 2), 0.005),
+    "numpy": (lambda optimizer: set_to(optimizer, optimizer.learning_rate.numpy() / 2), 0.005),
+    "array": (lambda optimizer: set_to(optimizer, np.array(optimizer.learning_rate) / 2), 0.005),
+    "tensor": (lambda optimizer: set_to(optimizer, optimizer.learning_rate / 2), 0.005),
+    "ops": (
+        lambda optimizer: set_to(
+            optimizer, keras.ops.convert_to_numpy(optimizer.learning_rate) * 3
+        ),
+        0.03,
+    ),
+    "assign": (lambda optimizer: optimizer.learning_rate.assign(0.25), 0.25),
+    "int": (lambda optimizer: set_to(optimizer, 1 + int(optimizer.iterations)), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_rate_is_read_and_set_as_keras_users_do(name: str, toy: Toy) -> None:
+    act, rate = RATES[name]
+
+    class Act(K.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            act(self.model.optimizer)
+
+    run(toy, [Act()], 1)
+    assert toy.learner.learning_rate == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    "rate", [keras.optimizers.schedules.CosineDecay(0.1, 9), lambda: 0.1], ids=["schedule", "def"]
+)
+def test_schedule_that_a_callback_sets_is_refused(rate: Any, toy: Toy) -> None:
+    class Set(K.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = rate
+
+    with pytest.raises(ConfigError, match=r"on_epoch_end of Set, .* gave .* set config.schedule"):
+        run(toy, [Set()], EPOCH)
 
 
 class ForTestBatches(K.Callback):

@@ -11,6 +11,7 @@ chief: the request to stop (`self.model.stop_training`), and the learning rate. 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import keras
 import numpy as np
@@ -126,6 +127,7 @@ class Callbacks(Hook):
     _logs: dict[str, float] = field(default_factory=dict, init=False)  # Of the last epoch.
     _epoch_end: int = field(default=NEVER, init=False)
     _has_begun: bool = field(default=False, init=False)
+    _rate: Any = field(default=None, init=False)  # A variable, or a schedule.
 
     def __post_init__(self) -> None:
         self._each_batch = [cb for cb in self.callbacks if _needs_each_batch(cb)]
@@ -148,6 +150,7 @@ class Callbacks(Hook):
             object.__setattr__(model, "optimizer", self.learner.optimizer)
             epochs = -(-self.last_step // self.steps_per_epoch)
             params = {"verbose": 0, "epochs": epochs, "steps": self.steps_per_epoch}
+            self._rate = given_rate(self.learner.optimizer)
             for callback in self.callbacks:
                 callback.set_params(params)
                 callback.set_model(model)
@@ -212,6 +215,12 @@ class Callbacks(Hook):
             what = f"{method} of {type(callback).__name__}, of build_callbacks in {self.path},"
             with errors_explained(what):
                 getattr(callback, method)(*args)
+            if given_rate(self.learner.optimizer) is not self._rate:
+                raise ConfigError(
+                    f"{what} gave optimizer.learning_rate a schedule or a function, which steps "
+                    "that are compiled would not see. Set a number; or set config.schedule, or "
+                    "give the schedule to the optimizer in build_optimizer."
+                )
 
     def _next_epoch_end(self, step: int) -> int:
         end = next_multiple(step, self.steps_per_epoch)
