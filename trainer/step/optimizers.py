@@ -145,7 +145,9 @@ def adopt(optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) 
         inner.notes.append(_note(inner.optimizer, "LossScaleOptimizer", scale))
         return inner
     if (corrected := _CORRECTED.get(type(optimizer))) is not None:
-        optimizer = corrected.from_config(optimizer.get_config())
+        # The same object: a copy by `get_config` lacks `exclude_from_weight_decay`, and fails for
+        # rates that are functions or classes of a config file.
+        optimizer.__class__ = corrected
     adopted = Adopted(optimizer)
     for name, clip in _CLIPS.items():
         if value := getattr(optimizer, name):
