@@ -222,6 +222,31 @@ def test_compile_in_build_model_is_noted() -> None:
     assert "model.compile(...) in build_model has no effect" in note
 
 
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_method_of_the_model_that_is_never_called_is_noted(has_loss: bool) -> None:
+    class Own(keras.Model):
+        metrics = ()
+
+        def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return {"own": 1.0}
+
+        def predict_step(self, data: Any) -> Any:
+            return self(data) + 1
+
+    class WithLoss(Own):
+        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **_: Any) -> Any:
+            return keras.ops.mean(y_pred)
+
+    def build_model(config: Config) -> keras.Model:
+        inputs = keras.Input((3,))
+        return (WithLoss if has_loss else Own)(inputs, Dense(4)(inputs))
+
+    of_metrics, of_predictions = build_learner(Recipe("mine.py", Config(), build_model)).notes
+    kind = "WithLoss" if has_loss else "Own"
+    assert of_metrics.startswith(f"compute_metrics, metrics of {kind}: not used. Define `metrics`")
+    assert of_predictions.startswith(f"predict_step() of {kind} is not called")
+
+
 @pytest.mark.parametrize(
     ("loss", "last"),
     [
