@@ -351,6 +351,29 @@ def test_metric_that_does_not_exist_is_refused_before_training(
     assert toy.step == 0
 
 
+def test_attributes_of_a_callback_of_the_user_stay(toy: Toy) -> None:
+    class Mine(K.Callback):
+        mode = "append"
+        monitor = object()
+
+    mine, auto = Mine(), Recorded()
+    auto.monitor, auto.mode = "val_accuracy", "auto"
+    run(toy, [mine, auto], 1)
+    assert mine.mode == "append"
+    assert auto.mode == "max"
+
+
+def test_epoch_without_an_evaluation_has_none_in_its_logs(toy: Toy) -> None:
+    """As with `validation_freq` of `fit`: patience would count an evaluation again."""
+    recorded = Recorded()
+    evaluate = toy.evaluate(every_steps=2 * EPOCH - 1, last_step=9 * EPOCH)
+    hook = callbacks_hook(toy, [recorded], 9 * EPOCH, evaluate)
+    hooks = [evaluate, hook]
+    train(toy.executor, toy.learner, hooks, steps=3 * EPOCH, steps_per_call=1000)
+    assert ["val_loss" in logs for logs in recorded.logs] == [False, True, False]
+    assert all("loss" in logs for logs in recorded.logs)
+
+
 def test_error_of_a_callback_names_its_line(toy: Toy) -> None:
     class Wrong(K.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

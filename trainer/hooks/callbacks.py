@@ -88,7 +88,8 @@ def check_monitors(
     for callback in callbacks:
         monitor = getattr(callback, "monitor", names[0])
         is_used = getattr(callback, "save_best_only", True)
-        if is_used and monitor not in names:
+        # Another attribute of this name may be an object of the user.
+        if is_used and isinstance(monitor, str) and monitor not in names:
             raise ConfigError(
                 f"{type(callback).__name__}(monitor={monitor!r}) of {path}: there is no such "
                 f"metric. Known: {', '.join(names)}."
@@ -126,6 +127,7 @@ class Callbacks(Hook):
     evaluate: Evaluate | None  # The hook that comes before this one, if this run evaluates.
     checkpointer: Checkpointer  # Notes in each checkpoint what the callbacks had been told.
     _metrics: Metrics = field(default_factory=Metrics, init=False)  # Of the epoch so far.
+    _evaluation: dict[str, float] = field(default_factory=dict, init=False)  # Of the epoch so far.
     _logs: dict[str, float] = field(default_factory=dict, init=False)  # Of the last epoch.
     _epoch_end: int = field(default=NEVER, init=False)
     _begun_epoch: int = field(default=-1, init=False)  # The last that callbacks were told of.
@@ -144,7 +146,7 @@ class Callbacks(Hook):
 
     @override
     def begin(self, step: int) -> None:
-        self._metrics = Metrics()
+        self._metrics, self._evaluation = Metrics(), {}
         self._epoch_end = self._next_epoch_end(step)
         if self.executor.is_chief:
             # If this run goes back, the callbacks and the rate do not.
@@ -205,11 +207,11 @@ class Callbacks(Hook):
         if self.evaluate is not None and self.evaluate.latest_step == step:
             self._call("on_test_begin", {})
             self._call("on_test_end", dict(self.evaluate.latest))
-            self._logs |= {f"val_{name}": v for name, v in self.evaluate.latest.items()}
+            self._evaluation = {f"val_{name}": v for name, v in self.evaluate.latest.items()}
         epoch = (self._epoch_end - 1) // self.steps_per_epoch
         if is_epoch_end and epoch > self._ended_epoch:
             self._ended_epoch = epoch
-            self._logs |= means(self._metrics)
+            self._logs, self._evaluation = means(self._metrics) | self._evaluation, {}
             self._call("on_epoch_end", epoch, dict(self._logs))
         self._begin_batch(step, begun=-1)
 
@@ -254,6 +256,7 @@ class Callbacks(Hook):
 
     def _choose_direction(self, callback: Callback) -> None:
         """Chooses mode="auto" as config.best_metric does: from the metric."""
-        monitor = getattr(callback, "monitor", "loss").removeprefix("val_")
-        if getattr(callback, "mode", "") not in ("min", "max"):
-            callback.mode = "min" if self.learner.objective.is_lower_better(monitor) else "max"
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and getattr(callback, "mode", "") == "auto":
+            is_lower_better = self.learner.objective.is_lower_better(monitor.removeprefix("val_"))
+            callback.mode = "min" if is_lower_better else "max"
