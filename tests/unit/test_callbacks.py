@@ -241,11 +241,16 @@ def test_resumed_run_has_the_rate_of_an_uninterrupted_one(
 ) -> None:
     """`saves_first`: the checkpoint is that before the first evaluation."""
 
+    seen: list[float] = []
+
     def trained(toy: Toy, steps: int, last_step: int, *, saves: bool = False) -> Halving:
         halving = Halving(each_batch=each_batch)
+        see = K.LambdaCallback(
+            on_epoch_begin=lambda *_: seen.append(float(toy.learner.optimizer.learning_rate))
+        )
         save = toy.save(saved_step, last_step)
         evaluate = toy.evaluate(every_steps=EPOCH, save=save if saves and saves_first else None)
-        hook = callbacks_hook(toy, [halving], last_step, evaluate)
+        hook = callbacks_hook(toy, [halving, see], last_step, evaluate)
         hooks = [evaluate, hook, save] if saves else [evaluate, hook]
         train(toy.executor, toy.learner, hooks, steps=steps, steps_per_call=1000)
         return halving
@@ -264,7 +269,10 @@ def test_resumed_run_has_the_rate_of_an_uninterrupted_one(
     saved = resumed.restore()
     assert saved.step == saved_step
     resumed.start(saved.position)
+    seen.clear()
     halving = trained(resumed, 2 * EPOCH, 2 * EPOCH)
+    # No callback sees a rate that another has lowered once more.
+    assert seen[-1] == pytest.approx(0.01 / 4, rel=0.1)
     assert halving.calls[:2] == ["begin", ("epoch", saved_step // EPOCH)]
     rates = [toy.learner.learning_rate for toy in (uninterrupted, resumed)]
     assert rates[1] == pytest.approx(rates[0], rel=1e-4)

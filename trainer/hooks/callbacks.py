@@ -208,11 +208,12 @@ class Callbacks(Hook):
             self._call("on_test_begin", {})
             self._call("on_test_end", dict(self.evaluate.latest))
             self._evaluation = {f"val_{name}": v for name, v in self.evaluate.latest.items()}
-        epoch = (self._epoch_end - 1) // self.steps_per_epoch
-        if is_epoch_end and epoch > self._ended_epoch:
-            self._ended_epoch = epoch
-            self._logs, self._evaluation = means(self._metrics) | self._evaluation, {}
-            self._call("on_epoch_end", epoch, dict(self._logs))
+        if is_epoch_end:
+            logs, self._evaluation = means(self._metrics) | self._evaluation, {}
+            epoch = (self._epoch_end - 1) // self.steps_per_epoch
+            if epoch > self._ended_epoch:
+                self._ended_epoch, self._logs = epoch, logs
+                self._call("on_epoch_end", epoch, dict(logs))
         self._begin_batch(step, begun=-1)
 
     @override
@@ -247,8 +248,8 @@ class Callbacks(Hook):
                     "that are compiled would not see. Set a number; or set config.schedule, or "
                     "give the schedule to the optimizer in build_optimizer."
                 )
-        if keeps_rate and rate is not None:
-            self.learner.optimizer.learning_rate = rate
+            if keeps_rate and rate is not None:
+                self.learner.optimizer.learning_rate = rate
 
     def _next_epoch_end(self, step: int) -> int:
         end = next_multiple(step, self.steps_per_epoch)
