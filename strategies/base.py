@@ -25,6 +25,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.reader import Reader
+from data.system.compat.mirrored_numbers import allow_numbers_of_mirrored
 from data.system.stopwatch import Stopwatch
 from strategies.metrics import Metrics, add_metrics
 from strategies.pace import CallSize, Pace
@@ -199,6 +200,7 @@ class Executor(abc.ABC):
 
         May call `make` more than once; it must make the same each time.
         """
+        allow_numbers_of_mirrored()
         with self.strategy.scope():
             return make()
 

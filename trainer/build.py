@@ -17,8 +17,15 @@ from data.system.compat.keras_state import names_from_zero
 from data.system.extras import of_satellite
 from strategies.base import Batch
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.config import Config, ConfigError, Recipe, config_document, flatten
-from trainer.config_file import errors_explained
+from trainer.config import (
+    Config,
+    ConfigError,
+    Recipe,
+    config_document,
+    flatten,
+    overridden_fields,
+)
+from trainer.config_file import errors_explained, reads_of
 from trainer.inputs import Inputs
 from trainer.learner import Learner
 from trainer.models import build_model
@@ -57,6 +64,13 @@ def check_for_strategy(
     """Raises ConfigError if `learner`, of `recipe`, cannot train as the flags say."""
     config = recipe.config
     check_layers(learner.model, recipe.path, Use(strategy, num_workers, config))
+    for name in learner.ignored_fields:
+        if name in overridden_fields(recipe):
+            raise ConfigError(
+                f"config.{name}={getattr(config, name)} would be ignored: build_optimizer(config) "
+                f"of {recipe.path} makes the optimizer, and does not read it. Use config.{name} "
+                f"there, or type --config.{name}={recipe.defaults[name]}, as the file has it."
+            )
     if config.loss_scale != LossScaleConfig() and not learner.loss_scale:
         raise ConfigError(
             f"config.loss_scale={config.loss_scale} means nothing to the model of {recipe.path}, "
@@ -210,6 +224,7 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
             origin=origin,
         )
     _check_learner(learner, recipe)
+    learner.ignored_fields = adopted.ignored
     learner.notes += [*adopted.notes, *advice(model, recipe.loss, loss, recipe.path)]
     return learner
 
@@ -397,7 +412,7 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
         optimizer, rate = optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
         return Adopted(optimizer, StepOptions(weight_decay=WeightDecayConfig(rate=rate)))
     name = f"build_optimizer(config) of {recipe.path}"
-    with errors_explained(name):
+    with errors_explained(name), reads_of(config) as reads:
         made = recipe.build_optimizer(config)
     optimizer = made_optimizer(made, name, config.learning_rate)
     if has_schedule(optimizer) and config.schedule != ScheduleConfig():
@@ -405,4 +420,9 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
             f"{name} has a schedule, and config.schedule is another: {config.schedule}. Give the "
             "optimizer config.learning_rate, or leave config.schedule out."
         )
-    return adopt(optimizer, model.trainable_variables)
+    adopted = adopt(optimizer, model.trainable_variables)
+    # Others than build_optimizer may read them, or `vars` all at once.
+    if not (recipe.build_learner or recipe.build_callbacks or "__dict__" in reads):
+        used = {*reads, "learning_rate"} if isinstance(made, str) else reads
+        adopted.ignored = [n for n in ("optimizer", "learning_rate") if n not in used]
+    return adopted

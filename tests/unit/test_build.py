@@ -10,7 +10,7 @@ from keras.layers import Dense
 
 from tests.unit.replicas import update_of
 from trainer.build import build_learner, check_for_strategy
-from trainer.config import Config, ConfigError, Recipe
+from trainer.config import Config, ConfigError, Recipe, flatten
 from trainer.learner import Learner
 from trainer.models import build_model
 from trainer.step.options import LossScaleConfig, ScheduleConfig, WeightDecayConfig
@@ -122,6 +122,56 @@ def test_option_that_the_recipe_has_no_use_for_is_refused(
         check(config, "mirrored", **functions)
 
 
+def own_learner(config: Config, **parts: Any) -> Learner:
+    return Learner(**parts)
+
+
+def of_config(config: Config) -> keras.Optimizer:
+    return keras.optimizers.SGD(config.learning_rate)
+
+
+def of_all_fields(config: Config) -> keras.Optimizer:
+    return keras.optimizers.SGD(vars(config)["learning_rate"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "functions", "ignored"),
+    [
+        ({"optimizer": "sgd"}, {"build_optimizer": of_config}, "optimizer"),
+        ({"optimizer": "sgd"}, {"build_optimizer": lambda config: "adam"}, "optimizer"),
+        ({"optimizer": "sgd"}, {"build_optimizer": lambda config: config.optimizer}, ""),
+        ({"learning_rate": 0.5}, {"build_optimizer": with_schedule}, "learning_rate"),
+        ({"learning_rate": 0.5}, {"build_optimizer": of_config}, ""),
+        ({"learning_rate": 0.5}, {"build_optimizer": of_all_fields}, ""),
+        ({"learning_rate": 0.5}, {"build_optimizer": lambda config: "adam"}, ""),
+        (
+            {"learning_rate": 0.5},
+            {"build_optimizer": with_schedule, "build_learner": own_learner},
+            "",
+        ),
+        (
+            {"learning_rate": 0.5},
+            {"build_optimizer": with_schedule, "build_callbacks": lambda config: []},
+            "",
+        ),
+        ({"learning_rate": 0.5, "optimizer": "sgd"}, {}, ""),
+        ({}, {"build_optimizer": with_schedule}, ""),
+    ],
+)
+def test_option_of_the_command_line_that_build_optimizer_does_not_read_is_refused(
+    fields: dict[str, Any], functions: dict[str, Any], ignored: str
+) -> None:
+    made = recipe(Config(**fields), defaults=flatten(Config()), **functions)
+    learner = build_learner(made)
+    assert type(made.config) is Config
+    if not ignored:
+        check_for_strategy(learner, made, "mirrored", 1, "float32")
+        return
+    said = f"config.{ignored}=.* would be ignored.*type --config.{ignored}="
+    with pytest.raises(ConfigError, match=said):
+        check_for_strategy(learner, made, "mirrored", 1, "float32")
+
+
 def test_prefetching_that_has_no_effect_is_said() -> None:
     config = Config()
     config.data.prefetch_batches = 3
@@ -170,6 +220,31 @@ def test_last_layer_that_does_not_fit_the_loss_is_noted(
 def test_compile_in_build_model_is_noted() -> None:
     (note,) = notes(None, Dense(4), is_compiled=True)
     assert "model.compile(...) in build_model has no effect" in note
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_method_of_the_model_that_is_never_called_is_noted(has_loss: bool) -> None:
+    class Own(keras.Model):
+        metrics = ()
+
+        def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return {"own": 1.0}
+
+        def predict_step(self, data: Any) -> Any:
+            return self(data) + 1
+
+    class WithLoss(Own):
+        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **_: Any) -> Any:
+            return keras.ops.mean(y_pred)
+
+    def build_model(config: Config) -> keras.Model:
+        inputs = keras.Input((3,))
+        return (WithLoss if has_loss else Own)(inputs, Dense(4)(inputs))
+
+    of_metrics, of_predictions = build_learner(Recipe("mine.py", Config(), build_model)).notes
+    kind = "WithLoss" if has_loss else "Own"
+    assert of_metrics.startswith(f"compute_metrics, metrics of {kind}: not used. Define `metrics`")
+    assert of_predictions.startswith(f"predict_step() of {kind} is not called")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ OPTIMIZERS: dict[str, Callable[[], keras.Optimizer]] = {
     "loss_scale_factor": lambda: keras.optimizers.SGD(0.5, loss_scale_factor=8.0),
     "LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)),
     "exclude": lambda: _excluding(keras.optimizers.AdamW(0.05, weight_decay=0.2)),
+    "exclude, Nadam": lambda: _excluding(keras.optimizers.Nadam(0.05, weight_decay=0.2)),
+    "exclude, Adafactor": lambda: _excluding(keras.optimizers.Adafactor(0.05, weight_decay=0.2)),
 }
 
 
@@ -78,7 +80,7 @@ def test_setting_has_the_effect_of_keras_on_one_device_and_the_run_says_so(name:
         made = recipe(config, build_optimizer=lambda config: OPTIMIZERS[name]())
         with replicas(num).scope():
             learner = build_learner(made)
-        setting = name if name != "exclude" else "weight_decay"
+        setting = "weight_decay" if name.startswith("exclude") else name
         assert any(setting in note for note in learner.notes)
         # The fused Adam rounds 1 - beta in another place.
         assert_close(trained(learner, num), model.get_weights(), rtol=1e-5, atol=5e-6)
@@ -124,6 +126,33 @@ def test_optimizer_may_be_a_name_an_object_or_a_config_dict() -> None:
     for wrong in (None, "adm", {"class_name": "Adm", "config": {}}):
         with pytest.raises(OptimizerError, match="build_optimizer"):
             made_optimizer(wrong, "build_optimizer(config) of here.py", 0.1)
+
+
+class Own(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule as users write it, that Keras can neither describe nor make again."""
+
+    def __call__(self, step: Any) -> Any:
+        return 0.25
+
+
+@pytest.mark.parametrize("rate", [Own(), lambda: 0.25], ids=["schedule", "function"])
+@pytest.mark.parametrize("kind", ["Adam", "Nadam", "Adafactor"])
+def test_rate_may_be_a_schedule_or_a_function_of_the_config_file(kind: str, rate: Any) -> None:
+    made = recipe(
+        Config(batch_size=BATCH),
+        build_optimizer=lambda config: _excluding(
+            getattr(keras.optimizers, kind)(rate, weight_decay=0.1)
+        ),
+    )
+    with replicas(1).scope():
+        learner = build_learner(made)
+    before = learner.weights()
+    updater(learner, 1)(examples())
+    assert learner.learning_rate == 0.25
+    assert all((old != new).any() for old, new in zip(before, learner.weights(), strict=True))
+    (note,) = [note for note in learner.notes if "weight_decay" in note]
+    assert "without" in note
+    assert note.count("/bias") == 2
 
 
 def test_adafactor_stays_finite_where_neither_row_nor_column_has_a_gradient() -> None:

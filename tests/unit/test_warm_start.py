@@ -17,6 +17,7 @@ from trainer.build import build_learner
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Config, ConfigError, Recipe
 from trainer.learner import Learner
+from trainer.learner.variables import set_values
 from trainer.step.options import EmaConfig, WarmStartConfig
 
 
@@ -130,3 +131,34 @@ def test_reading_a_model_places_no_variable(source: Learner, tmp_path: Path) -> 
         for made in (cold, warm)
     )
     assert of_cold == of_warm
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "model", "restore", "set_values"])
+def test_normalization_computes_with_the_values_that_its_variables_got(
+    way: str, tmp_path: Path
+) -> None:
+    def build_model(config: Config) -> keras.Model:
+        scale = keras.layers.Normalization(name="scale")
+        return keras.Sequential([keras.Input((4,)), scale, keras.layers.Dense(3)])
+
+    def learner_of(path: str = "") -> Learner:
+        config = Config(warm_start=WarmStartConfig(path))
+        return build_learner(Recipe("here.py", config, build_model))
+
+    def checkpointer_of(learner: Learner) -> Checkpointer:
+        return Checkpointer(str(tmp_path / "checkpoints"), learner, {}, keep=2)
+
+    source = learner_of()
+    source.model.get_layer("scale").adapt(np.random.default_rng(1).normal(5, 9, size=(99, 4)))
+    checkpointer = checkpointer_of(source)
+    checkpointer.save(1, Position(1), {})
+    checkpointer.wait()
+    source.model.save(tmp_path / "model.keras")
+    paths = {"checkpoint": str(tmp_path), "model": str(tmp_path / "model.keras")}
+    learner = learner_of(paths.get(way, ""))
+    if way == "restore":
+        assert checkpointer_of(learner).restore()
+    if way == "set_values":
+        set_values(learner.model, source)
+    examples = np.ones((2, 4), np.float32)
+    np.testing.assert_array_equal(learner.model(examples), source.model(examples))

@@ -43,13 +43,14 @@ from trainer.checkpoints.store import Store
 from trainer.exit_codes import first_line
 from trainer.guards.fingerprint import keras_settings
 from trainer.learner import Learner
-from trainer.learner.variables import saved_variables
+from trainer.learner.variables import refresh_constants, saved_variables
 from trainer.run_files import CHECKPOINT_MARK, step_in
 
 log = logging.getLogger(__name__)
 
 # The key in `Saved.config` of the learning rate with which the run, or its last resume, has begun.
 GIVEN_RATE = "given_rate"
+_BEGUN_STEP = "begun_step"
 
 
 class ModelDirError(UsageError):
@@ -90,6 +91,7 @@ class Checkpointer:
                 that a new one needs. So each checkpoint of an evaluator has complete tables.
         """
         self.directory = directory
+        self._model = learner.model
         self._checkpoint = checkpoint_of(learner)
         self._device = io_device or "CPU:0"
         # "claims" also has the lock files of survivors.py. Earlier versions chose the name.
@@ -126,6 +128,9 @@ class Checkpointer:
         self._options = tf.train.CheckpointOptions(experimental_io_device=io_device)
         self._snapshot: Snapshot | None = None
         self._snapshot_step: int | None = None
+        # The last step of which callbacks were told; None if unknown. A checkpoint has it.
+        self.begun_step: int | None = None
+        self._snapshot_begun_step: int | None = None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._writes: list[concurrent.futures.Future[None]] = []
         self._is_waiting = False
@@ -366,6 +371,8 @@ class Checkpointer:
                 f"together in another way: {first_line(error)}. Give another --model_dir, or the "
                 "former model and optimizer."
             ) from error
+        refresh_constants(self._model)
+        self.begun_step = mark.saved.config.get(_BEGUN_STEP)
         self._store.verified.add(name)
         return mark.saved
 
@@ -386,7 +393,7 @@ class Checkpointer:
                 self._snapshot.take()
             if self._staged:
                 self._staged.stage(step, is_complete=is_complete)
-            self._snapshot_step = step
+            self._snapshot_step, self._snapshot_begun_step = step, self.begun_step
         self._writes.append(self._writer.submit(self._tolerating, write))
 
     def _tolerating(self, write: Callable[[], None]) -> None:
@@ -413,7 +420,7 @@ class Checkpointer:
             "names": self._identity.names,
             "needs": self._staged.needs if self._staged else {},
             "identity": self._identity.values,
-            "config": self._config,
+            "config": {**self._config, _BEGUN_STEP: self._snapshot_begun_step},
         }
 
     def _refuse_damaged(self, names: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from data.system.scratch import plain_path
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError
 from trainer.exit_codes import first_line
-from trainer.learner.variables import saved_arrays, tables_of
+from trainer.learner.variables import refresh_constants, saved_arrays, tables_of
 from trainer.models import load_keras_file
 from trainer.run_files import CHECKPOINT_MARK, finished_checkpoints
 from trainer.step.options import ConfigError, WarmStartConfig, matching
@@ -75,6 +75,7 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
         )
     for i in wanted:
         variables[i].assign(values[i])
+    refresh_constants(model)
     origin = f"warm start from {path}: {', '.join(variables[i].path for i in wanted)}"
     initialised = [variables[i].path for i in range(len(variables)) if excluded[i]]
     return origin + (f"; as initialised: {', '.join(initialised)}" if initialised else "")

@@ -106,6 +106,7 @@ def shared_hooks(
             steps_per_epoch=steps_per_epoch,
             last_step=config.train_steps,
             evaluate=evaluate,
+            checkpointer=parts.checkpointer,
         )
         hooks.append(hook)
     return [*hooks, *before_save, save]

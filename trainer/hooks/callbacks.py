@@ -11,6 +11,7 @@ chief: the request to stop (`self.model.stop_training`), and the learning rate. 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,6 +21,7 @@ from typing_extensions import override
 from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Executor
 from strategies.metrics import Metrics, add_metrics, means
+from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Recipe
 from trainer.config_file import errors_explained
 from trainer.hooks.base import NEVER, Hook, next_multiple
@@ -86,7 +88,8 @@ def check_monitors(
     for callback in callbacks:
         monitor = getattr(callback, "monitor", names[0])
         is_used = getattr(callback, "save_best_only", True)
-        if is_used and monitor not in names:
+        # Another attribute of this name may be an object of the user.
+        if is_used and isinstance(monitor, str) and monitor not in names:
             raise ConfigError(
                 f"{type(callback).__name__}(monitor={monitor!r}) of {path}: there is no such "
                 f"metric. Known: {', '.join(names)}."
@@ -122,10 +125,15 @@ class Callbacks(Hook):
     steps_per_epoch: int
     last_step: int
     evaluate: Evaluate | None  # The hook that comes before this one, if this run evaluates.
+    checkpointer: Checkpointer  # Notes in each checkpoint what the callbacks had been told.
     _metrics: Metrics = field(default_factory=Metrics, init=False)  # Of the epoch so far.
+    _evaluation: dict[str, float] = field(default_factory=dict, init=False)  # Of the epoch so far.
     _logs: dict[str, float] = field(default_factory=dict, init=False)  # Of the last epoch.
     _epoch_end: int = field(default=NEVER, init=False)
+    _begun_epoch: int = field(default=-1, init=False)  # The last that callbacks were told of.
+    _ended_epoch: int = field(default=-1, init=False)
     _has_begun: bool = field(default=False, init=False)
+    _rate: Any = field(default=None, init=False)  # A variable, or a schedule.
 
     def __post_init__(self) -> None:
         self._each_batch = [cb for cb in self.callbacks if _needs_each_batch(cb)]
@@ -138,25 +146,45 @@ class Callbacks(Hook):
 
     @override
     def begin(self, step: int) -> None:
-        self._metrics = Metrics()
+        self._metrics, self._evaluation = Metrics(), {}
         self._epoch_end = self._next_epoch_end(step)
-        model, is_chief = self.learner.model, self.executor.is_chief
-        if is_chief and not self._has_begun:
-            self._has_begun = True
-            model.stop_training = False
-            # Not an attribute that Keras and TensorFlow track: checkpoints would change.
-            object.__setattr__(model, "optimizer", self.learner.optimizer)
-            epochs = -(-self.last_step // self.steps_per_epoch)
-            params = {"verbose": 0, "epochs": epochs, "steps": self.steps_per_epoch}
-            for callback in self.callbacks:
-                callback.set_params(params)
-                callback.set_model(model)
-                self._choose_direction(callback)
-            self._call("on_train_begin", {})
-        if is_chief and step < self.last_step:
-            self._call("on_epoch_begin", step // self.steps_per_epoch, {})
-            self._call("on_train_batch_begin", step % self.steps_per_epoch, {})
-        self._agree()
+        if self.executor.is_chief:
+            # If this run goes back, the callbacks and the rate do not.
+            begun = step if self._has_begun else self._begin_training(step)
+            self._begin_batch(step, begun)
+        self._agree(step)
+
+    def _begin_training(self, step: int) -> int:
+        """Returns the last step of which the callbacks of a former process were told; or -1."""
+        self._has_begun = True
+        model = self.learner.model
+        model.stop_training = False
+        # Not an attribute that Keras and TensorFlow track: checkpoints would change.
+        object.__setattr__(model, "optimizer", self.learner.optimizer)
+        epochs = -(-self.last_step // self.steps_per_epoch)
+        params = {"verbose": 0, "epochs": epochs, "steps": self.steps_per_epoch}
+        self._rate = given_rate(self.learner.optimizer)
+        for callback in self.callbacks:
+            callback.set_params(params)
+            callback.set_model(model)
+            self._choose_direction(callback)
+        self._call("on_train_begin", {}, keeps_rate=step > 0)
+        begun = self.checkpointer.begun_step
+        return (step or -1) if begun is None else begun
+
+    def _begin_batch(self, step: int, begun: int) -> None:
+        """Says that the next batch begins, and its epoch if it is new.
+
+        The rate has the effects of what was said up to step `begun`: it stays as it is then.
+        """
+        if step >= self.last_step or self.learner.model.stop_training:
+            return
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        if epoch > self._begun_epoch:
+            self._begun_epoch = epoch
+            is_repeated = begun // self.steps_per_epoch >= epoch
+            self._call("on_epoch_begin", epoch, {}, keeps_rate=is_repeated)
+        self._call("on_train_batch_begin", batch, {}, keeps_rate=begun >= step)
 
     @override
     def next_step(self, step: int) -> int:
@@ -171,7 +199,7 @@ class Callbacks(Hook):
         if is_epoch_end:
             self._metrics = Metrics()
             self._epoch_end = self._next_epoch_end(step)
-        self._agree()
+        self._agree(step)
 
     def _after_batch(self, step: int, metrics: Metrics, is_epoch_end: bool) -> None:
         batch = (step - 1) % self.steps_per_epoch
@@ -179,22 +207,21 @@ class Callbacks(Hook):
         if self.evaluate is not None and self.evaluate.latest_step == step:
             self._call("on_test_begin", {})
             self._call("on_test_end", dict(self.evaluate.latest))
-            self._logs |= {f"val_{name}": v for name, v in self.evaluate.latest.items()}
+            self._evaluation = {f"val_{name}": v for name, v in self.evaluate.latest.items()}
         if is_epoch_end:
+            logs, self._evaluation = means(self._metrics) | self._evaluation, {}
             epoch = (self._epoch_end - 1) // self.steps_per_epoch
-            self._logs |= means(self._metrics)
-            self._call("on_epoch_end", epoch, dict(self._logs))
-            if step < self.last_step and not self.learner.model.stop_training:
-                self._call("on_epoch_begin", step // self.steps_per_epoch, {})
-        if step < self.last_step:
-            self._call("on_train_batch_begin", step % self.steps_per_epoch, {})
+            if epoch > self._ended_epoch:
+                self._ended_epoch, self._logs = epoch, logs
+                self._call("on_epoch_end", epoch, dict(logs))
+        self._begin_batch(step, begun=-1)
 
     @override
     def end(self, step: int) -> None:
         if self.executor.is_chief:
             self._call("on_train_end", dict(self._logs))
 
-    def _agree(self) -> None:
+    def _agree(self, step: int) -> None:
         """Copies the chief's stop request and learning rate to every task."""
         rate = given_rate(self.learner.optimizer)
         rate = rate if isinstance(rate, keras.Variable) else None  # Or a schedule.
@@ -206,12 +233,23 @@ class Callbacks(Hook):
             rate.assign(chosen)
         if theirs >> 32:
             self.done = "stopped by a callback"
+        elif step < self.last_step:
+            self.checkpointer.begun_step = step
 
-    def _call(self, method: str, *args: object) -> None:
+    def _call(self, method: str, *args: object, keeps_rate: bool = False) -> None:
+        rate = self.learner.optimizer_rate
         for callback in self.callbacks:
             what = f"{method} of {type(callback).__name__}, of build_callbacks in {self.path},"
             with errors_explained(what):
                 getattr(callback, method)(*args)
+            if given_rate(self.learner.optimizer) is not self._rate:
+                raise ConfigError(
+                    f"{what} gave optimizer.learning_rate a schedule or a function, which steps "
+                    "that are compiled would not see. Set a number; or set config.schedule, or "
+                    "give the schedule to the optimizer in build_optimizer."
+                )
+            if keeps_rate and rate is not None:
+                self.learner.optimizer.learning_rate = rate
 
     def _next_epoch_end(self, step: int) -> int:
         end = next_multiple(step, self.steps_per_epoch)
@@ -219,6 +257,7 @@ class Callbacks(Hook):
 
     def _choose_direction(self, callback: Callback) -> None:
         """Chooses mode="auto" as config.best_metric does: from the metric."""
-        monitor = getattr(callback, "monitor", "loss").removeprefix("val_")
-        if getattr(callback, "mode", "") not in ("min", "max"):
-            callback.mode = "min" if self.learner.objective.is_lower_better(monitor) else "max"
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and getattr(callback, "mode", "") == "auto":
+            is_lower_better = self.learner.objective.is_lower_better(monitor.removeprefix("val_"))
+            callback.mode = "min" if is_lower_better else "max"

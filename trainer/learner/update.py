@@ -89,9 +89,9 @@ class Update(Differentiation):
         if isinstance(rate, keras.Variable):
             rate = read_now(rate.value)
         elif isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-            rate = rate(step)
+            rate = tf.cast(rate(step), keras.config.floatx())  # It may be a float of Python.
         else:  # A function without arguments.
-            rate = self.optimizer.learning_rate
+            rate = tf.cast(self.optimizer.learning_rate, keras.config.floatx())
         return rate if self._schedule_factor is None else rate * self._schedule_factor(step)
 
     @no_autograph

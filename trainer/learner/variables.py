@@ -115,11 +115,23 @@ def set_values(model: keras.Model, learner: "Learner") -> None:
     arrays, weights = saved_arrays(model), learner.weights()
     for variable, place in zip(arrays, _places(arrays, saved_arrays(learner.model)), strict=True):
         variable.assign(weights[place])
+    refresh_constants(model)
     layers, trained = tables_of(model), [layer.table for layer in learner.tables]
     places = _places([layer.table for layer in layers], trained)
     for layer, place in zip(layers, places, strict=True):
         if layer.is_dynamic:
             layer.freeze(*trained[place].ids_and_rows())
+
+
+def refresh_constants(model: keras.Model) -> None:
+    """Makes each Normalization compute with the present values of its variables.
+
+    It computes with tensors that it makes of them when it is built or adapted. Called after the
+    variables of `model` were assigned.
+    """
+    for layer in all_layers(model):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
 
 
 def _places(items: Sequence[Any], trained: Sequence[Any]) -> list[int]:

@@ -7,6 +7,9 @@ from strategies.base import Batch
 from trainer.step.keras_losses import KerasLoss, LossSpec, ModelLoss, overrides
 from trainer.step.losses import PerExample
 
+# The parts of keras.Model that a class overrides for metrics of its own.
+_OF_METRICS = ("compute_metrics", "get_metrics_result", "metrics")
+
 
 def advice(
     model: keras.Model,
@@ -18,14 +21,22 @@ def advice(
 
     `given_loss` is the loss as the config file at `path` gives it; None: it gives none.
     """
+    kind = type(model).__name__
+    own = [name for name in _OF_METRICS if overrides(model, name)]
+    lines = [
+        f"{', '.join(own)} of {kind}: not used. Define `metrics` in {path}, or a Learner whose "
+        "`evaluate` measures them."
+    ] * bool(own)
+    if overrides(model, "predict_step"):
+        lines.append(f"predict_step() of {kind} is not called: `call` makes the predictions.")
     if isinstance(loss, ModelLoss):
-        return [
-            f"{name}() of {type(model).__name__} is not called: a step takes the gradient of its "
-            "compute_loss(), as keras.Model does."
+        lines += [
+            f"{name}() of {kind} is not called: a step takes the gradient of its compute_loss(), "
+            "as keras.Model does."
             for name in ("train_step", "test_step")
             if overrides(model, name)
         ]
-    lines = []
+        return lines
     if getattr(model, "compiled", False):
         lines.append(
             "model.compile(...) in build_model has no effect: define loss, metrics and "

@@ -93,11 +93,13 @@ class Adopted:
     Attributes:
         options: These settings; other options have their defaults.
         notes: A line for the user for each of these settings.
+        ignored: The fields of the config for an optimizer that have no effect on this one.
     """
 
     optimizer: keras.Optimizer
     options: StepOptions = field(default_factory=StepOptions)
     notes: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
 
 
 def made_optimizer(made: Any, name: str, learning_rate: float) -> keras.Optimizer:
@@ -145,7 +147,9 @@ def adopt(optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) 
         inner.notes.append(_note(inner.optimizer, "LossScaleOptimizer", scale))
         return inner
     if (corrected := _CORRECTED.get(type(optimizer))) is not None:
-        optimizer = corrected.from_config(optimizer.get_config())
+        # The same object: a copy by `get_config` lacks `exclude_from_weight_decay`, and fails for
+        # rates that are functions or classes of a config file.
+        optimizer.__class__ = corrected
     adopted = Adopted(optimizer)
     for name, clip in _CLIPS.items():
         if value := getattr(optimizer, name):

@@ -8,7 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from data.system.compat import closure_threads
+from data.system.compat import closure_threads, mirrored_numbers
 from data.system.compat.checkpoint_graph import nodes_of, saves_values
 from data.system.compat.own_gradients import with_gradient
 from data.system.compat.variables_of_process import variable_of_process
@@ -75,6 +75,15 @@ def test_strategy_makes_one_variable_for_a_process() -> None:
     assert strategy.experimental_local_results(variable) == (variable,)
     assert variable.device.endswith("CPU:0")
     assert len(strategy.experimental_local_results(copied)) == 2, delete("variables_of_process")
+
+
+def test_mirrored_variable_is_a_number() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        rate = keras.optimizers.SGD(0.5).learning_rate
+    mirrored_numbers.allow_numbers_of_mirrored()
+    assert (float(rate), int(rate), complex(rate.value)) == (0.5, 0, 0.5)
+    conversion = type(rate.value).__float__
+    assert conversion.__module__ == mirrored_numbers.__name__, delete("mirrored_numbers")
 
 
 def test_thread_of_closures_waits_only_for_its_own_executor(
