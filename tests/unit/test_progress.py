@@ -17,6 +17,8 @@ from werkzeug.serving import make_ssl_devcert
 
 from strategies.metrics import Metrics
 from tests.unit.test_cluster_sources import SLURM
+from trainer.api.arguments import parsed
+from trainer.flags.checks import metrics_listener
 from trainer.hooks.progress import KubeflowStatus, MetricsPage, num_restarts, progress_writers
 
 TRAIN = {
@@ -46,6 +48,17 @@ def page(listener: socket.socket, tmp_path: Path) -> Iterator[MetricsPage]:
     made = MetricsPage(listener, str(tmp_path), last_step=1000)
     yield made
     made.end(1000)
+
+
+def test_port_that_the_former_process_still_has_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as former:
+        timer = threading.Timer(0.3, former.close)
+        timer.start()
+        with parsed(["--config=configs/digits.py", f"--metrics_port={former.getsockname()[1]}"]):
+            listener = metrics_listener(is_chief=True)
+        assert listener
+        listener.close()
+        timer.join()
 
 
 def test_page_has_the_step_and_the_newest_values(
