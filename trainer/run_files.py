@@ -181,16 +181,17 @@ class RunFiles:
         return document
 
     def read_reports(self, *, num_with_workers: int | None = None) -> list[Document]:
-        """The reports in metrics.jsonl so far, as `read_reports` returns them."""
-        if not exists(self.metrics):
-            return []
-        try:
-            return read_reports(self.metrics, num_with_workers=num_with_workers)
-        except (IsADirectoryError, PermissionError) as error:
-            raise RunFileError(
-                f"{self.metrics} cannot be read: {error.strerror}. If it is a directory, move it "
-                "away: the run writes the file anew."
-            ) from None
+        """The reports so far, as `read_reports` returns them; those of an evaluator task last."""
+        found: list[Document] = []
+        for path in filter(exists, (self.metrics, join(self.evaluator, "metrics.jsonl"))):
+            try:
+                found += read_reports(path, num_with_workers=num_with_workers)
+            except (IsADirectoryError, PermissionError) as error:
+                raise RunFileError(
+                    f"{path} cannot be read: {error.strerror}. If it is a directory, move it "
+                    "away: the run writes the file anew."
+                ) from None
+        return found
 
     def remove_result(self) -> None:
         """Removes result.json: the result of a former run says nothing about this one."""

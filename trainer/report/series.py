@@ -14,7 +14,7 @@ from time import localtime, strftime
 import numpy as np
 import numpy.typing as npt
 
-from data.system.files import exists, join
+from data.system.files import join
 from trainer.report.drawing import Points
 from trainer.run_files import (
     FAILURES,
@@ -55,8 +55,6 @@ class RunSeries:
         self.config = files.read_config()
         # Read once; values of each worker are in no more reports than a plot shows.
         self.reports = files.read_reports(num_with_workers=_MOST_SAMPLES)
-        if exists(files.evaluator):
-            self.reports += RunFiles(files.evaluator).read_reports()
         self.summary = summary(model_dir, self.reports)
         self.result: Document = files.read_result() or {}
         self.tasks: Sequence[TaskTime] = goodput(model_dir)
