@@ -172,17 +172,22 @@ class RunSeries:
 
     def accounting(self) -> list[tuple[str, str]]:
         """Returns the rows of the table of data accounting: (text, number)."""
-        examples = self.result.get("examples")
-        if examples is None:
-            examples = max((report.get("examples", 0) for report in self.of("train")), default=0)
+
+        def count(name: str) -> int:
+            reported = [int(report.get(name, 0)) for report in self.of("train")]
+            return int(self.result.get(name, max(reported, default=0)))
+
+        examples, skipped = count("examples"), count("examples_skipped")
         size = self.config.get("train_examples")
         rows = [("examples in steps", f"{examples:,}")]
         if size:
             rows.append(("training examples", f"{size:,}"))
-            passes, more = divmod(examples, size)
+            passes, more = divmod(examples + skipped, size)
             each = f"each example {passes:,} times" if passes else f"{more:,} of them once"
             if more and passes:
                 each += f", and {more:,} of them once more"
+            if skipped:
+                each += f", without the {skipped:,} that were skipped"
             rows.append(("in the order of the run", each))
         step, batch = self.summary["step"], self.summary["config"].get("batch_size")
         if batch and step:
@@ -196,10 +201,10 @@ class RunSeries:
         for name, text in names.items():
             if self.result.get(name):
                 rows.append((text, f"{sum(self.result[name].values()):,}"))
-        if self.result.get("examples_skipped"):
-            rows.append(("examples skipped after a NaN", f"{self.result['examples_skipped']:,}"))
-        skipped = self.result.get("records_skipped") or self.config.get("records_skipped") or {}
-        rows += [(f"damaged records left out of {k}", f"{v:,}") for k, v in skipped.items()]
+        if skipped:
+            rows.append(("examples skipped after a NaN", f"{skipped:,}"))
+        damaged = self.result.get("records_skipped") or self.config.get("records_skipped") or {}
+        rows += [(f"damaged records left out of {k}", f"{v:,}") for k, v in damaged.items()]
         if number := self.config.get("eval_examples"):
             shown = {int(report.get("examples", 0)) for report in self.of("eval")}
             text = f"{number:,}"
