@@ -328,6 +328,22 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
+def four_digits(value: float) -> str:
+    """A metric as people read it: `0.0123`; `4.18e-06` where that would be 0.0000."""
+    return f"{value:.4f}" if value == 0 or not abs(value) < 0.0005 else f"{value:.2e}"
+
+
+def two_digits(value: float) -> str:
+    """A rate, or seconds, as people read it: `12,345`; `0.031` where that would be 0."""
+    return f"{value:,.0f}" if not abs(value) < 9.5 else f"{value:.2g}"
+
+
+def metric_words(metrics: Mapping[str, object]) -> list[str]:
+    """The metrics as `loss 0.1230`; without values that are not float, such as counts."""
+    found = metrics.items()
+    return [f"{name} {four_digits(v)}" for name, v in found if isinstance(v, float)]
+
+
 def _write_json(path: str, document: Document) -> None:
     """Writes `document` to `path` in one piece: a reader sees the old file or the new one."""
     replace_file(path, f"{json_text(document, indent=2)}\n".encode())

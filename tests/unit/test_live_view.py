@@ -204,6 +204,7 @@ def test_small_screen_leaves_out_what_matters_least(
     ("values", "line"),
     [
         ({"loss": 0.0000418}, r"^loss +4\.18e-05 "),
+        ({"examples_per_sec": 0.0314}, r"^examples/s +0\.031 "),
         ({"accuracy": 0.0}, r"^accuracy +0\.0000 "),
         ({"gpu_peak_bytes": 13 << 29}, r"after 0:00:09  GPU 6\.5 GiB at most"),
     ],

@@ -17,7 +17,7 @@ from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.extras import of_satellite
 from trainer.config import PYTHON_CONFIG, Config
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, EXIT_USAGE
-from trainer.run_files import Document, RunFiles, local_dir
+from trainer.run_files import Document, RunFiles, local_dir, metric_words
 from trainer.run_record.summary import latest_evaluation
 from trainer.run_record.tools import prepare_tensorflow, require_run
 
@@ -69,8 +69,7 @@ class Result:
         }
 
     def __repr__(self) -> str:
-        metrics = {name: v for name, v in self.metrics.items() if isinstance(v, float)}
-        values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        values = "  ".join(metric_words(self.metrics))
         return f"Result({self.model_dir!r}: step {self.step:,}  {values}  {self.why})"
 
     def load_model(self, checkpoint: str | int | None = None) -> "keras.Model":

@@ -24,6 +24,7 @@ from trainer.run_files import (
     RunFiles,
     clock,
     directory_of_logs,
+    four_digits,
     json_objects,
 )
 from trainer.run_record.goodput import CHIEFS, TaskTime, goodput
@@ -216,7 +217,8 @@ class RunSeries:
     def facts(self) -> dict[str, str]:
         """Returns the row of a run in the first table: title -> text."""
         found = self.summary
-        best = "-" if found["best"] is None else f"{found['best_metric']} {found['best']:.4f}"
+        value = found["best"]
+        best = "-" if value is None else f"{found['best_metric']} {four_digits(value)}"
         seconds = self.ended - self.began if self.tasks else found["seconds"]
         ended = "-" if found["exit_code"] is None else f"{found['exit_code']} ({found['why']})"
         began = self.began or found["started"]
