@@ -68,6 +68,7 @@ def test_page_has_the_step_and_the_newest_values(
     assert "trainer_step 0\n" in get(listener)
     page.write(100, "train", TRAIN)
     page.write(100, "eval", {"loss": 0.75, "best": float("nan")})
+    assert "trainer_step 100\n" in get(listener)  # Before the step is evaluated and saved.
     page(110, Metrics())
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "restarts.jsonl").write_text("{}\n{}\n")

@@ -46,7 +46,7 @@ def progress_writers(
         writers.append(MetricsPage(listener, model_dir, last_step))
     if os.environ.get(_URL):
         status = KubeflowStatus(os.environ, last_step)
-        # The hooks behind it, such as the save of a run that is stopped, need time, too.
+        # Trackers, which come after it, need time, too.
         writers.append(Background(status, "Kubeflow", end_secs=_POST_SECS))
     return writers
 
@@ -114,6 +114,7 @@ class MetricsPage(Writer):
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:
+        self._set("step", "", step)  # Not after the evaluation and the save of this step.
         for name, value in values.items():
             by_worker = value if isinstance(value, Mapping) else {"": value}
             for worker, number in by_worker.items():
