@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.commands import run_python
@@ -18,7 +19,7 @@ from tests.terminal import ENTER, HIDE_CURSOR, LEAVE, SHOW_CURSOR, Terminal
 from tests.unit.test_goodput import steps, write_process
 from trainer.hooks.terminal import COMPILING, progress_line
 from trainer.live.screen import ASCII_BLOCKS, BLOCKS, lines_of, sparkline
-from trainer.live.status import Status
+from trainer.live.status import Curve, Status
 
 TIME = "2100-01-01T00:00:00+00:00"  # Later than the start of this process.
 GONE = 2**22 + 1  # Larger than the number of any process of Linux.
@@ -228,6 +229,21 @@ def test_many_tasks_become_one_line_and_a_dead_one_is_named(run: Path) -> None:
     lines = shown(training(run), 80, 24)
     assert any(line.startswith("worker 30  dead") for line in lines), lines
     assert any(re.match(r"and \d+ task\(s\): \d+ training$", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("number", [8, 9, 10, 100, 1000, 1001])
+def test_values_of_a_long_curve_have_equal_distances(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.live.status._MAX_VALUES", 8)
+    curve = Curve()
+    for value in range(number):
+        curve.add(float(value))
+    assert len(curve.values) <= 8 + 1
+    *distances, last = np.diff(curve.values)
+    assert len(set(distances)) == 1
+    assert 0 < last <= distances[0]
+    assert curve.values[-1] == number - 1
 
 
 def test_sparkline_has_means_of_the_whole_run() -> None:

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -27,7 +27,7 @@ from trainer.hooks.terminal import COMPILING, progress_in
 from trainer.run_files import NO_METRICS, RunFiles, local_dir, step_of
 from trainer.run_record.goodput import goodput, total
 
-_MAX_VALUES = 4096  # Of a curve. More than this are thinned out.
+_MAX_VALUES = 4096  # Of a curve. Of more than this, every second one is left out.
 _MAX_MESSAGES = 200
 # Goodput is computed anew after this time, and at most during 0.2% of the time.
 _SECS_PER_GOODPUT, _GOODPUT_PAUSE = 5.0, 500
@@ -83,6 +83,29 @@ class TaskStatus:
         return True
 
 
+class Curve:
+    """The values of a metric: each nth one, at equal distances, and the last one."""
+
+    def __init__(self) -> None:
+        self._kept: list[float] = []
+        self._every, self._num_added, self._last = 1, 0, math.nan
+
+    def add(self, value: float) -> None:
+        """Appends a value."""
+        if self._num_added % self._every == 0:
+            self._kept.append(value)
+        self._num_added, self._last = self._num_added + 1, value
+        if len(self._kept) > _MAX_VALUES:
+            del self._kept[1::2]
+            self._every *= 2
+
+    @property
+    def values(self) -> list[float]:
+        """The values that are kept, and the last one."""
+        is_kept = (self._num_added - 1) % self._every == 0
+        return self._kept if is_kept else [*self._kept, self._last]
+
+
 class Tail:
     """The lines that are appended to a file, which may be replaced."""
 
@@ -131,7 +154,7 @@ class Status:
         self._next_goodput = 0.0
         self._files = RunFiles(model_dir)
         self._metrics = Tail(RunFiles(local_dir(model_dir)).metrics)
-        self._curves: dict[tuple[str, str], list[float]] = {}
+        self._curves: defaultdict[tuple[str, str], Curve] = defaultdict(Curve)
         self._phase = STARTING
         self._restarting: set[str] = set()
         self._logs = logs
@@ -161,8 +184,9 @@ class Status:
         return float(max(0, self.last_step - self.step) / rate)
 
     def curve(self, split: str, name: str) -> list[float]:
-        """The values of all reports of a metric."""
-        return self._curves.get((split, name), [])
+        """The values of a metric in all reports; of many reports, in some at equal distances."""
+        key = split, name
+        return self._curves[key].values if key in self._curves else []
 
     def metrics(self) -> list[str]:
         """Returns the names of the metrics in all reports so far, losses first."""
@@ -247,10 +271,7 @@ class Status:
             report = json.loads(line)
             for name, value in report.items():
                 if isinstance(value, float):
-                    values = self._curves.setdefault((report["split"], name), [])
-                    values.append(value)
-                    if len(values) > _MAX_VALUES:
-                        del values[:-1:2]
+                    self._curves[report["split"], name].add(value)
             if report["split"] == "train":
                 self._read_train_report(report)
 
