@@ -103,10 +103,17 @@ def test_other_paths_are_not_found(page: MetricsPage, listener: socket.socket) -
         assert b"/metrics" in error.read()
 
 
-def test_restarts_by_slurm_count_too(tmp_path: Path) -> None:
+def test_restarts_of_a_launcher_and_by_slurm_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert num_restarts(str(tmp_path), {}) == 0
     assert num_restarts(str(tmp_path), {"SLURM_RESTART_COUNT": "3", **SLURM}) == 3
     assert num_restarts("s3://bucket/run", {}) == 0
+    monkeypatch.chdir(tmp_path)
+    logs = Path("runs/run/tasks")  # Of a run at a URL.
+    logs.mkdir(parents=True)
+    (logs / "restarts.jsonl").write_text("{}\n")
+    assert num_restarts("gs://bucket/run", {}) == 1
 
 
 class Controller:

@@ -26,7 +26,7 @@ from strategies.metrics import Metrics
 from trainer.exit_codes import first_line
 from trainer.hooks.tracking import Background
 from trainer.hooks.writers import Values, Writer
-from trainer.run_files import NUM_STEPS, RunFiles, local_dir
+from trainer.run_files import NUM_STEPS, RESTARTS, directory_of_logs
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def progress_writers(
 
 def num_restarts(model_dir: str, environment: Mapping[str, str]) -> int:
     """The restarts of this run that its launcher has written down, and those by Slurm."""
-    path = Path(RunFiles(local_dir(model_dir)).tasks) / "restarts.jsonl"
+    path = directory_of_logs(model_dir) / RESTARTS
     lines = path.read_text().count("\n") if path.is_file() else 0
     by_slurm = environment.get("SLURM_RESTART_COUNT", "0")
     return lines + (int(by_slurm) if by_slurm.isdigit() else 0)
