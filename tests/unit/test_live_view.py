@@ -121,6 +121,20 @@ def test_status_follows_the_files_of_a_local_cluster(run: Path) -> None:
     assert status.curve("train", "loss") == [1 / 100]
 
 
+def test_reports_of_an_evaluator_task_are_shown_whichever_file_is_replaced(run: Path) -> None:
+    (run / "metrics.jsonl").write_text(report(100) + report(200))
+    (run / "evaluator").mkdir()
+    (run / "evaluator" / "metrics.jsonl").write_text(report(100, split="eval"))
+    status = training(run)
+    assert status.curve("eval", "loss") == [1 / 100]
+    for path in ("metrics.jsonl", "evaluator/metrics.jsonl"):
+        (run / "new").write_text(report(50, split="train" if path == "metrics.jsonl" else "eval"))
+        (run / "new").rename(run / path)
+        status.poll()
+        assert status.curve("train", "loss") == [1 / 50]
+        assert status.curve("eval", "loss") == [1 / (100 if path == "metrics.jsonl" else 50)]
+
+
 def test_worker_that_the_run_gave_up_is_not_shown(run: Path) -> None:
     status = training(run)
     status.read_line("1 worker(s) train from now on, not 2: membership/workers says 1.")

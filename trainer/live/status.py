@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -153,8 +153,10 @@ class Status:
         self.goodput: float | None = None
         self._next_goodput = 0.0
         self._files = RunFiles(model_dir)
-        self._metrics = Tail(RunFiles(local_dir(model_dir)).metrics)
-        self._curves: defaultdict[tuple[str, str], Curve] = defaultdict(Curve)
+        files = RunFiles(local_dir(model_dir))
+        self._reports = [Tail(files.metrics), Tail(RunFiles(files.evaluator).metrics)]
+        # Of each file, because one of them may be replaced.
+        self._curves: list[dict[tuple[str, str], Curve]] = [{}, {}]
         self._phase = STARTING
         self._restarting: set[str] = set()
         self._logs = logs
@@ -186,11 +188,12 @@ class Status:
     def curve(self, split: str, name: str) -> list[float]:
         """The values of a metric in all reports; of many reports, in some at equal distances."""
         key = split, name
-        return self._curves[key].values if key in self._curves else []
+        return next((curves[key].values for curves in self._curves if key in curves), [])
 
     def metrics(self) -> list[str]:
         """Returns the names of the metrics in all reports so far, losses first."""
-        names = dict.fromkeys(name for _, name in self._curves if name not in NO_METRICS)
+        found = (name for curves in self._curves for _, name in curves)
+        names = dict.fromkeys(name for name in found if name not in NO_METRICS)
         return sorted(names, key=lambda name: "loss" not in name)
 
     def read_line(self, line: str) -> None:
@@ -219,7 +222,8 @@ class Status:
     def poll(self) -> None:
         """Updates the state from the files of the run and from its processes."""
         self._read_starts()
-        self._read_reports()
+        for tail, curves in zip(self._reports, self._curves, strict=True):
+            self._read_reports(tail, curves)
         if self._phase != STARTING:  # Before, the files may be those of a former run.
             if self.last_step is None:
                 with contextlib.suppress(OSError, ValueError, KeyError):
@@ -261,17 +265,17 @@ class Status:
                     task.step = former.step
                     task.steps_at_start = former.step or 0
 
-    def _read_reports(self) -> None:
-        lines, is_replaced = self._metrics.new_lines()
+    def _read_reports(self, tail: Tail, curves: dict[tuple[str, str], Curve]) -> None:
+        lines, is_replaced = tail.new_lines()
         if is_replaced:
-            self._curves.clear()
+            curves.clear()
         for line in lines:
             if math.isnan(step_of(line, math.nan)):  # A part of a line, of a run that was killed.
                 continue
             report = json.loads(line)
             for name, value in report.items():
                 if isinstance(value, float):
-                    self._curves[report["split"], name].add(value)
+                    curves.setdefault((report["split"], name), Curve()).add(value)
             if report["split"] == "train":
                 self._read_train_report(report)
 
