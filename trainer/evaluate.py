@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import json_text
+from trainer.run_files import json_text, metric_words
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 from trainer.run_record.trust import check_trust, define_trust
 
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.FLAGS.json:
         print(json_text(found))
         return EXIT_DONE
-    shown = [f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
-    words = [found["checkpoint"], found["split"], *shown, f"{found['examples']:,} examples"]
+    shown = [*metric_words(found), f"{found['examples']:,} examples"]
+    words = [found["checkpoint"], found["split"], *shown]
     print("  ".join(words))
     return EXIT_DONE
 

@@ -35,7 +35,7 @@ from trainer.hooks.console import Console
 from trainer.hooks.export import export_notes
 from trainer.hooks.stops import StopIfReplaced
 from trainer.inputs import data_errors_explained
-from trainer.run_files import Document, RunFiles
+from trainer.run_files import Document, RunFiles, metric_words
 from trainer.run_record.recorder import Recorder
 from trainer.run_record.report_upload import uploading_reports
 
@@ -205,7 +205,7 @@ def record_end(
         failures.append(failure)
         exit_code = EXIT_RESTART
     if console:
-        measured = [f"{name} {value:.4f}" for name, value in result["eval"].items()]
+        measured = metric_words(result["eval"])
         words = [f"{result['why']}: step {step:,}", *measured, f"{result['seconds']:.1f} s"]
         console.say("  ".join(words), important=True)
         console.say(shown(RunFiles(spec.model_dir).result))

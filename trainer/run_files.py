@@ -181,16 +181,17 @@ class RunFiles:
         return document
 
     def read_reports(self, *, num_with_workers: int | None = None) -> list[Document]:
-        """The reports in metrics.jsonl so far, as `read_reports` returns them."""
-        if not exists(self.metrics):
-            return []
-        try:
-            return read_reports(self.metrics, num_with_workers=num_with_workers)
-        except (IsADirectoryError, PermissionError) as error:
-            raise RunFileError(
-                f"{self.metrics} cannot be read: {error.strerror}. If it is a directory, move it "
-                "away: the run writes the file anew."
-            ) from None
+        """The reports so far, as `read_reports` returns them; those of an evaluator task last."""
+        found: list[Document] = []
+        for path in filter(exists, (self.metrics, join(self.evaluator, "metrics.jsonl"))):
+            try:
+                found += read_reports(path, num_with_workers=num_with_workers)
+            except (IsADirectoryError, PermissionError) as error:
+                raise RunFileError(
+                    f"{path} cannot be read: {error.strerror}. If it is a directory, move it "
+                    "away: the run writes the file anew."
+                ) from None
+        return found
 
     def remove_result(self) -> None:
         """Removes result.json: the result of a former run says nothing about this one."""
@@ -325,6 +326,22 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def four_digits(value: float) -> str:
+    """A metric as people read it: `0.0123`; `4.18e-06` where that would be 0.0000."""
+    return f"{value:.4f}" if value == 0 or not abs(value) < 0.0005 else f"{value:.2e}"
+
+
+def two_digits(value: float) -> str:
+    """A rate, or seconds, as people read it: `12,345`; `0.031` where that would be 0."""
+    return f"{value:,.0f}" if not abs(value) < 9.5 else f"{value:.2g}"
+
+
+def metric_words(metrics: Mapping[str, object]) -> list[str]:
+    """The metrics as `loss 0.1230`; without values that are not float, such as counts."""
+    found = metrics.items()
+    return [f"{name} {four_digits(v)}" for name, v in found if isinstance(v, float)]
 
 
 def _write_json(path: str, document: Document) -> None:

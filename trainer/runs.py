@@ -20,7 +20,7 @@ from absl import flags
 
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import Document, RunFileError, clock, json_text
+from trainer.run_files import Document, RunFileError, clock, four_digits, json_text
 from trainer.run_record.summary import differences, summary
 from trainer.run_record.tools import run_tool
 
@@ -139,7 +139,7 @@ def _cell(run: Document, name: str) -> str:
     if name == "started":
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
     is_metric = isinstance(value, float) and name not in run["config"]
-    return f"{value:.4f}" if is_metric else str(value)
+    return four_digits(value) if is_metric else str(value)
 
 
 def _differs(run: Document, of_recipe: Sequence[str], fields: Sequence[str]) -> str:

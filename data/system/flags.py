@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from absl import flags
 
 from data.system.errors import UsageError
 
+_HOME = re.compile(r"(--?[\w.]+=)(~[\w.-]*(?:/.*)?)", re.DOTALL)
 _HELP = ("help", "h", "?", "helpshort", "helpfull", "helpxml")
 
 
@@ -54,6 +56,18 @@ def check_utf8(argv: Sequence[str]) -> None:
             raise UsageError(f"{os.fsencode(word)!r} is not UTF-8. {remedy}") from None
 
 
+def with_home(argv: Sequence[str]) -> list[str]:
+    """`argv` with the home directory in place of `~` at the begin of a value: `--model_dir=~/run`.
+
+    Shells replace it only at the begin of a word. A directory of that name is `./~`.
+    """
+    found = (_HOME.fullmatch(word) for word in argv)
+    return [
+        f"{match[1]}{os.path.expanduser(match[2])}" if match else word
+        for word, match in zip(argv, found, strict=True)
+    ]
+
+
 def parse_flags(
     program: str, renamed: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Sequence[str]], list[str]]:
@@ -66,7 +80,7 @@ def parse_flags(
         show_help(argv)
         try:
             check_utf8(argv)
-            return flags.FLAGS(argv)  # type: ignore[no-any-return]
+            return flags.FLAGS(with_home(argv))  # type: ignore[no-any-return]
         except flags.Error as error:
             message = f"{error}. --help lists the flags"
             if isinstance(error, flags.UnrecognizedFlagError) and error.flagname in renamed:

@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 
 import grpc
 
+from data.system.ports import when_released
 from strategies.cluster.ports import bind, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
 
@@ -58,7 +59,7 @@ def check_own_address(cluster: Cluster) -> None:
     task, address, port = cluster.task, cluster.address, port_of(cluster.address)
     is_in_use = False
     try:
-        bind(port).close()
+        when_released(lambda: bind(port)).close()
     except OSError as error:
         is_in_use = error.errno == errno.EADDRINUSE
         if error.errno == errno.EACCES:

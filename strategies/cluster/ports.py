@@ -6,17 +6,16 @@ with held(first):                # other tasks can connect, and see that this ta
 """
 
 import contextlib
-import errno
 import random
 import select
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-_FORMER_USER_SECS = 3.0
+from data.system.ports import when_released
+
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -45,8 +44,8 @@ def bind(port: int, *, may_share: bool = True) -> socket.socket:
 def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[None]:
     """In the context, `port` accepts connections, sends `greeting` and closes them immediately.
 
-    `greeting` may be a function, which another thread calls for each connection. A process that was
-    killed a moment ago may still have the port: it is waited for.
+    `greeting` may be a function, which another thread calls for each connection. A port in use is
+    waited for, as in `when_released`.
 
     Raises:
         OSError: the port is in use.
@@ -63,16 +62,7 @@ def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[Non
             ):
                 connection.sendall(greeting() if callable(greeting) else greeting)
 
-    deadline = time.monotonic() + _FORMER_USER_SECS
-    while True:
-        try:
-            listener = bind(port)
-            break
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-    with listener:
+    with when_released(lambda: bind(port)) as listener:
         ended, end = socket.socketpair()
         with ended, end:
             listener.listen()

@@ -1,5 +1,6 @@
 """What a run reports to schedulers while it trains."""
 
+import signal
 import socket
 import urllib.request
 from pathlib import Path
@@ -35,6 +36,22 @@ def test_chief_serves_its_metrics_and_tells_kubeflow_while_it_trains(tmp_path: P
     (_, first), *_, (_, last) = controller.received
     assert first["trainerStatus"]["progressPercentage"] < 100
     assert last["trainerStatus"]["progressPercentage"] == 100
+
+
+def test_last_report_of_a_run_that_is_stopped_is_told_to_kubeflow(tmp_path: Path) -> None:
+    controller = Controller(tmp_path)
+    try:
+        argv = ("--config=tests/cluster/configs/slow.py", "--config.log_every_steps=1000000")
+        with start("mirrored-1", tmp_path / "run", *argv, env=controller.environment) as process:
+            process.wait_until(lambda: "compiling" in process.output(), "training")
+            process.send(signal.SIGTERM)
+            run = process.wait(exit_code=75)
+    finally:
+        controller.close()
+    (report,) = run.metrics("train")
+    *_, (_, status) = controller.received
+    sent = {metric["name"]: metric["value"] for metric in status["trainerStatus"]["metrics"]}
+    assert sent["loss"] == f"{report['loss']:.6g}"
 
 
 def test_port_of_metrics_that_is_in_use_is_one_error(digits: Path, tmp_path: Path) -> None:

@@ -157,6 +157,16 @@ def test_reports_that_only_one_run_has_are_counted(tmp_path: Path) -> None:
     assert (found.num_reports, found.num_single_reports) == (2, (2, 0))
 
 
+def test_reports_of_an_evaluator_task_are_compared(tmp_path: Path) -> None:
+    for name, loss in (("a", 0.5), ("b", 0.25)):
+        evaluation = {"step": 2, "split": "eval", "loss": loss}
+        (tmp_path / name).mkdir()
+        write_reports(tmp_path / name / "evaluator", [evaluation])
+    found = compared(tmp_path, LINES, LINES).reports
+    assert found is not None
+    assert (found.step, found.differ) == (2, {"loss of split eval": 0.25})
+
+
 def test_first_different_report_is_found(tmp_path: Path) -> None:
     nan = {**LINES[2], "loss": None}  # Of the run.
     found = compared(tmp_path, LINES, [*LINES[:2], nan, *LINES[3:]])

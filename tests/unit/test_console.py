@@ -33,6 +33,15 @@ def pace() -> Pace:
     return found
 
 
+def test_small_values_and_slow_rates_are_not_shown_as_zero(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slow = {"loss": 0.0000418, "steps_per_sec": 0.0005, "examples_per_sec": 0.032}
+    Console(1000).write(400, "train", {**REPORT, **slow})
+    shown = "loss 4.18e-05  accuracy 0.5000  epoch 17.8  0.032 examples/s  2,000 s/batch"
+    assert shown in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("width", "line"),
     [

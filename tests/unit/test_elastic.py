@@ -82,6 +82,19 @@ def test_task_starts_with_the_first_group_that_is_read(tmp_path: Path) -> None:
     assert host.look(Activity.RUNNING) is Step.NONE
 
 
+def test_group_that_cannot_be_read_is_said_once_and_starts_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host = Host(tmp_path)
+    group = tmp_path / "membership" / "group-00000001.json"
+    group.parent.mkdir()
+    group.write_text("{")
+    assert [host.look(), host.look()] == [Step.NONE] * 2
+    assert capfd.readouterr().err.count("group-00000001.json is damaged") == 1
+    group.unlink()
+    assert host.look() is Step.START
+
+
 def test_launcher_with_another_config_starts_no_task_that_could_meet_others(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.alive, host.identities[0] = {0, 1}, "another"

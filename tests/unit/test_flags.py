@@ -1,12 +1,17 @@
 """Each flag works, or is refused: no strategy and no cluster ignores a flag that is given."""
 
 import json
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from data.system.flags import with_home
 from tests.commands import run_python
 from trainer import flags
+from trainer.api.arguments import parsed
+from trainer.flags.checks import read_recipe
 
 # Does what a command does before TensorFlow is imported, for each row in a fork: flags are global.
 PROGRAM = """
@@ -200,6 +205,37 @@ def test_flag_works_or_is_refused(
     message = messages[words, tf_config]
     assert bool(message) is bool(named), message
     assert [part for part in named if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--model_dir=~/a b", "--model_dir=/home/me/a b"),
+        ("-config.warm_start.path=~", "-config.warm_start.path=/home/me"),
+        ("--config=~/a.py:small", "--config=/home/me/a.py:small"),
+        ("--data_dir=~nobody-has-this-name/a", "--data_dir=~nobody-has-this-name/a"),
+        ("--model_dir=./~/a", "--model_dir=./~/a"),
+        ("--model_dir=s3://b/~/a", "--model_dir=s3://b/~/a"),
+        ("--splits=train=~/a", "--splits=train=~/a"),
+    ],
+)
+def test_home_directory_is_found_after_the_equals_sign(
+    typed: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert with_home(["trainer", typed, "~/b"]) == ["trainer", meant, "~/b"]
+
+
+def test_every_command_replaces_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with parsed(["--config=configs/digits.py", "--model_dir=~/a", "--config.data_dir=~/d"]):
+        assert flags.MODEL_DIR.value == str(tmp_path / "a")
+        assert f"--model_dir={tmp_path}/a" in sys.argv  # The tasks of a cluster get it.
+        assert read_recipe().config.data_dir == str(tmp_path / "d")
+    other = run_python("-m", "data.inspect", "--data_dir=~/d", "--verify")
+    assert f"{tmp_path}/d" in other.stderr
 
 
 def test_each_help_text_belongs_to_a_flag() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.commands import run_python
@@ -18,7 +19,7 @@ from tests.terminal import ENTER, HIDE_CURSOR, LEAVE, SHOW_CURSOR, Terminal
 from tests.unit.test_goodput import steps, write_process
 from trainer.hooks.terminal import COMPILING, progress_line
 from trainer.live.screen import ASCII_BLOCKS, BLOCKS, lines_of, sparkline
-from trainer.live.status import Status
+from trainer.live.status import Curve, Status
 
 TIME = "2100-01-01T00:00:00+00:00"  # Later than the start of this process.
 GONE = 2**22 + 1  # Larger than the number of any process of Linux.
@@ -120,6 +121,20 @@ def test_status_follows_the_files_of_a_local_cluster(run: Path) -> None:
     assert status.curve("train", "loss") == [1 / 100]
 
 
+def test_reports_of_an_evaluator_task_are_shown_whichever_file_is_replaced(run: Path) -> None:
+    (run / "metrics.jsonl").write_text(report(100) + report(200))
+    (run / "evaluator").mkdir()
+    (run / "evaluator" / "metrics.jsonl").write_text(report(100, split="eval"))
+    status = training(run)
+    assert status.curve("eval", "loss") == [1 / 100]
+    for path in ("metrics.jsonl", "evaluator/metrics.jsonl"):
+        (run / "new").write_text(report(50, split="train" if path == "metrics.jsonl" else "eval"))
+        (run / "new").rename(run / path)
+        status.poll()
+        assert status.curve("train", "loss") == [1 / 50]
+        assert status.curve("eval", "loss") == [1 / (100 if path == "metrics.jsonl" else 50)]
+
+
 def test_worker_that_the_run_gave_up_is_not_shown(run: Path) -> None:
     status = training(run)
     status.read_line("1 worker(s) train from now on, not 2: membership/workers says 1.")
@@ -204,6 +219,7 @@ def test_small_screen_leaves_out_what_matters_least(
     ("values", "line"),
     [
         ({"loss": 0.0000418}, r"^loss +4\.18e-05 "),
+        ({"examples_per_sec": 0.0314}, r"^examples/s +0\.031 "),
         ({"accuracy": 0.0}, r"^accuracy +0\.0000 "),
         ({"gpu_peak_bytes": 13 << 29}, r"after 0:00:09  GPU 6\.5 GiB at most"),
     ],
@@ -227,6 +243,21 @@ def test_many_tasks_become_one_line_and_a_dead_one_is_named(run: Path) -> None:
     lines = shown(training(run), 80, 24)
     assert any(line.startswith("worker 30  dead") for line in lines), lines
     assert any(re.match(r"and \d+ task\(s\): \d+ training$", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("number", [8, 9, 10, 100, 1000, 1001])
+def test_values_of_a_long_curve_have_equal_distances(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.live.status._MAX_VALUES", 8)
+    curve = Curve()
+    for value in range(number):
+        curve.add(float(value))
+    assert len(curve.values) <= 8 + 1
+    *distances, last = np.diff(curve.values)
+    assert len(set(distances)) == 1
+    assert 0 < last <= distances[0]
+    assert curve.values[-1] == number - 1
 
 
 def test_sparkline_has_means_of_the_whole_run() -> None:

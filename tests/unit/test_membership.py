@@ -48,6 +48,16 @@ def test_group_of_another_list_of_hosts_is_explained(tmp_path: Path) -> None:
         Membership(tmp_path, ADDRESSES[:2], 0).group()
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"hosts": ["a:2222"]}', '{"hosts": [], "members": ["b"]}']
+)
+def test_damaged_group_is_named_with_what_to_do(text: str, tmp_path: Path) -> None:
+    (tmp_path / "membership").mkdir()
+    (tmp_path / "membership" / "group-00000001.json").write_text(text)
+    with pytest.raises(OSError, match=r"group-00000001\.json is damaged: .*rm -r "):
+        Membership(tmp_path, ADDRESSES, 0).group()
+
+
 def test_directory_of_the_group_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     membership = Membership(tmp_path, ADDRESSES, 0)
     membership.check_hard_links()

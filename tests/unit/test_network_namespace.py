@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.stand_ins import namespace_or_skip
+from trainer.api.arguments import parsed
+from trainer.flags.checks import read_recipe
+from trainer.local.launching import _network_needed
 from trainer.local.network_namespace import Namespace
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +29,13 @@ with socket.create_server(("localhost", int(sys.argv[1]))) as server:
     server.accept()
 """
 CONNECT = "import socket, sys; socket.create_connection(('localhost', int(sys.argv[1]))).close()"
+
+
+@pytest.mark.parametrize("flag", ["model_dir", "data_dir", "config.warm_start.path"])
+def test_tasks_that_read_or_write_at_a_url_need_the_network(flag: str) -> None:
+    for place, needed in (("runs/a", ""), ("gs://bucket/a", "gs://bucket/a")):
+        with parsed(["--config=configs/digits.py", f"--{flag}={place}"]):
+            assert _network_needed(read_recipe()) == needed
 
 
 @pytest.fixture

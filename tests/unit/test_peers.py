@@ -5,6 +5,7 @@ import errno
 import queue
 import re
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ def servers() -> Cluster:
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
     monkeypatch.setattr(peers, "_ANSWER_SECS", 1.0)
+    monkeypatch.setattr("data.system.ports._FORMER_USER_SECS", 1.0)
 
 
 @contextlib.contextmanager
@@ -208,6 +210,17 @@ def test_port_in_use_is_named(host: str) -> None:
             check_own_address(alone_at(f"localhost:{port}"))
     for part in (f"localhost:{port}", "in use", f":{port}", "another port"):
         assert part in str(caught.value)
+
+
+def test_former_process_that_is_just_ending_is_no_error() -> None:
+    """A scheduler starts a task anew at once, and does not do it again after an exit code of 2."""
+    with bind(0) as former:
+        former.listen()
+        address = f"localhost:{former.getsockname()[1]}"
+        timer = threading.Timer(0.3, former.close)
+        timer.start()
+        check_own_address(alone_at(address))
+        timer.join()
 
 
 OWN_HOSTS = ["localhost", "127.0.0.1", "0.0.0.0", "[::1]", socket.gethostname(), UNKNOWN]

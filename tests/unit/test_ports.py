@@ -79,7 +79,7 @@ def test_port_of_a_process_that_is_just_ending_is_waited_for() -> None:
 
 
 def test_port_of_another_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "_FORMER_USER_SECS", 0.1)
+    monkeypatch.setattr("data.system.ports._FORMER_USER_SECS", 0.1)
     with ports.bind(0) as other:
         other.listen()
         held = ports.held(other.getsockname()[1])

@@ -17,6 +17,8 @@ from werkzeug.serving import make_ssl_devcert
 
 from strategies.metrics import Metrics
 from tests.unit.test_cluster_sources import SLURM
+from trainer.api.arguments import parsed
+from trainer.flags.checks import metrics_listener
 from trainer.hooks.progress import KubeflowStatus, MetricsPage, num_restarts, progress_writers
 
 TRAIN = {
@@ -48,6 +50,17 @@ def page(listener: socket.socket, tmp_path: Path) -> Iterator[MetricsPage]:
     made.end(1000)
 
 
+def test_port_that_the_former_process_still_has_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as former:
+        timer = threading.Timer(0.3, former.close)
+        timer.start()
+        with parsed(["--config=configs/digits.py", f"--metrics_port={former.getsockname()[1]}"]):
+            listener = metrics_listener(is_chief=True)
+        assert listener
+        listener.close()
+        timer.join()
+
+
 def test_page_has_the_step_and_the_newest_values(
     page: MetricsPage, listener: socket.socket, tmp_path: Path
 ) -> None:
@@ -55,6 +68,7 @@ def test_page_has_the_step_and_the_newest_values(
     assert "trainer_step 0\n" in get(listener)
     page.write(100, "train", TRAIN)
     page.write(100, "eval", {"loss": 0.75, "best": float("nan")})
+    assert "trainer_step 100\n" in get(listener)  # Before the step is evaluated and saved.
     page(110, Metrics())
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "restarts.jsonl").write_text("{}\n{}\n")
@@ -89,10 +103,17 @@ def test_other_paths_are_not_found(page: MetricsPage, listener: socket.socket) -
         assert b"/metrics" in error.read()
 
 
-def test_restarts_by_slurm_count_too(tmp_path: Path) -> None:
+def test_restarts_of_a_launcher_and_by_slurm_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert num_restarts(str(tmp_path), {}) == 0
     assert num_restarts(str(tmp_path), {"SLURM_RESTART_COUNT": "3", **SLURM}) == 3
     assert num_restarts("s3://bucket/run", {}) == 0
+    monkeypatch.chdir(tmp_path)
+    logs = Path("runs/run/tasks")  # Of a run at a URL.
+    logs.mkdir(parents=True)
+    (logs / "restarts.jsonl").write_text("{}\n")
+    assert num_restarts("gs://bucket/run", {}) == 1
 
 
 class Controller:

@@ -236,6 +236,26 @@ def test_time_of_each_task_adds_up_in_the_table(tmp_path: Path) -> None:
     assert dead[0] > 5
 
 
+@pytest.mark.parametrize("has_result", [True, False])
+def test_examples_skipped_after_a_nan_are_not_counted_as_trained_on(
+    has_result: bool, tmp_path: Path
+) -> None:
+    """Of 1,000 training examples; the run has consumed 2,000 positions of its order."""
+    run = write_run(tmp_path / "a", num_steps=199, every_steps=199)
+    skips = {"examples": 1990, "examples_skipped": 10}
+    for name in ("metrics.jsonl", "result.json")[: 1 + has_result]:
+        path = run / name
+        content = json.loads(path.read_text().partition("\n")[0])
+        path.write_text(json.dumps({**content, **skips}) + "\n")
+    if not has_result:
+        (run / "result.json").unlink()
+    rows = dict(RunSeries(str(run)).accounting())
+    assert (
+        rows["in the order of the run"] == "each example 2 times, without the 10 that were skipped"
+    )
+    assert rows["examples skipped after a NaN"] == "10"
+
+
 def test_several_runs_share_their_plots_and_differ_in_a_table(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", num_steps=2000, every_steps=10)
     second = write_run(tmp_path / "b", num_steps=2000, every_steps=10, rate=0.7)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from strategies.cluster.tf_config import Task, local_cluster
-from tests.unit.stand_ins import KILLED, lines_of
+from tests.unit.stand_ins import KILLED, lines_of, no_progress, starter, when_noted
 from trainer.local.policy import Activity, ResizingPolicy, Step
+from trainer.local.supervisor import Supervisor
 
 CHIEF, WORKER, PS = Task("chief", 0), Task("worker", 0), Task("ps", 0)
 
@@ -95,6 +96,24 @@ def test_storage_that_does_not_answer_stops_nothing(tmp_path: Path) -> None:
     assert [policy.look(Activity.RUNNING) for _ in range(3)] == [Step.NONE] * 3
     policy.path.write_text("3")  # Ends when the read does.
     assert policy.look(Activity.RUNNING) is Step.STOP_TOGETHER
+
+
+def test_chief_that_does_not_stop_for_another_number_is_a_failure_with_a_reason(
+    tmp_path: Path,
+) -> None:
+    policy = resizing(tmp_path, "2")
+    body = """
+        if job == "chief":
+            ignore(signal.SIGTERM)
+        time.sleep(60)
+    """
+    made = Supervisor(policy, starter(tmp_path, body), tmp_path, no_progress(0), grace_secs=0.2)
+    with when_noted(tmp_path, "running", 1, lambda: (policy.path.write_text("3"), None)[1]):
+        report = made.run()
+    assert report.first_failure is not None
+    assert report.first_failure.task == CHIEF
+    assert "did not save and end within 0.2 s" in report.first_failure.failure
+    assert report.exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -180,10 +180,23 @@ def test_json_has_all_fields_and_null_for_what_is_no_number(directory: Path) -> 
     assert "--json prints all fields. Leave --fields out." in refused.stderr
 
 
+@pytest.mark.parametrize("exit_code", [None, 75], ids=["running", "stopped"])
+@pytest.mark.parametrize("place", ["", "evaluator"], ids=["the chief", "an evaluator"])
 def test_metrics_of_a_run_without_a_result_are_those_of_its_last_evaluation(
-    tmp_path: Path,
+    place: str, exit_code: int | None, tmp_path: Path
 ) -> None:
-    write_run(tmp_path / "run", learning_rate=0.1, losses=[0.9, 0.5], exit_code=None)
-    line = {"step": 30, "split": "eval", "loss": 0.4, "examples": 5, "records_skipped": 2}
-    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert load_run(tmp_path / "run").metrics == {"loss": 0.4}
+    run = tmp_path / "run"
+    write_run(run, learning_rate=0.1, losses=[], exit_code=None)
+    lines: list[dict[str, Any]] = [
+        {"step": 20, "split": "eval", "loss": 0.3, "mae": 0.2, "examples": 5},
+        {"step": 30, "split": "eval", "loss": 0.4, "mae": 1e-5, "records_skipped": 2},
+        {"step": 40, "split": "train", "loss": 0.1, "seconds": 2.0},
+    ]
+    (run / place).mkdir(exist_ok=True)
+    (run / place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if exit_code:
+        (run / "result.json").write_text(json.dumps({"eval": {}, "exit_code": exit_code}))
+    assert load_run(run).metrics == {"loss": 0.4, "mae": 1e-5}
+    (listed,) = runs_under(str(tmp_path))
+    assert (listed["best"], listed["eval"]) == (0.3, {"loss": 0.4, "mae": 1e-5})
+    assert "1.00e-05" in "".join(table([listed], ["run", "mae"], None))

@@ -55,6 +55,24 @@ def test_handler_that_a_library_replaced_is_set_again() -> None:
         assert asked.wait(10)
 
 
+@pytest.mark.parametrize("handling", [StopSignals, Interrupts])
+def test_handler_that_is_not_of_python_is_no_error(
+    handling: type[StopSignals], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that embeds Python sets such handlers before: Python's functions return None."""
+    before = {number: signal.getsignal(number) for number in STOPS}
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "getsignal", lambda _: None)
+        set_handler = signal.signal
+        patched.setattr(signal, "signal", lambda *handler: set_handler(*handler) and None)
+        with handling():
+            pass
+    is_kept = handling is Interrupts  # A notebook's process; the other one's ends afterwards.
+    for number, handler in before.items():
+        assert signal.getsignal(number) is (handler if is_kept else signal.SIG_DFL)
+        signal.signal(number, handler)
+
+
 PRELUDE = """
 import os, queue, signal, threading, time
 from trainer.guards.signals import SignalThread, StopSignals

@@ -168,7 +168,8 @@ class Interrupts(StopSignals):
 
     The first signal stops training at a step, with its state saved; the next one, and any before
     training, has its usual effect: KeyboardInterrupt, for example. Handlers run between two calls
-    of the graph, about once a second. In another thread than the main thread nothing is done.
+    of the graph, about once a second. In another thread than the main thread nothing is done. A
+    signal whose handler is not of Python keeps it.
     """
 
     def __init__(self) -> None:
@@ -184,6 +185,8 @@ class Interrupts(StopSignals):
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals():
+                if signal.getsignal(number) is None:  # Of C code: Python cannot set it back.
+                    continue
                 self._former[number] = signal.signal(number, self._handle)
         return self
 

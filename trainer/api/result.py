@@ -17,7 +17,8 @@ from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.extras import of_satellite
 from trainer.config import PYTHON_CONFIG, Config
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, EXIT_USAGE
-from trainer.run_files import NO_METRICS, Document, RunFiles, local_dir
+from trainer.run_files import Document, RunFiles, local_dir, metric_words
+from trainer.run_record.summary import latest_evaluation
 from trainer.run_record.tools import prepare_tensorflow, require_run
 
 if TYPE_CHECKING:
@@ -58,9 +59,7 @@ class Result:
         result: Document = files.read_result() or {}
         reports = RunFiles(local_dir(model_dir)).read_reports()
         self.history: Sequence[Mapping[str, Any]] = reports
-        evaluations = [report for report in reports if report["split"] == "eval"]
-        latest = {k: v for k, v in (evaluations or [{}])[-1].items() if k not in NO_METRICS}
-        self.metrics: Mapping[str, float] = result.get("eval") or latest
+        self.metrics: Mapping[str, float] = result.get("eval") or latest_evaluation(reports)
         last = max((report["step"] for report in reports), default=0)
         self.step = int(result.get("step") or last)
         self.exit_code: int | None = result.get("exit_code")
@@ -70,8 +69,7 @@ class Result:
         }
 
     def __repr__(self) -> str:
-        metrics = {name: v for name, v in self.metrics.items() if isinstance(v, float)}
-        values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        values = "  ".join(metric_words(self.metrics))
         return f"Result({self.model_dir!r}: step {self.step:,}  {values}  {self.why})"
 
     def load_model(self, checkpoint: str | int | None = None) -> "keras.Model":

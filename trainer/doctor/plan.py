@@ -33,7 +33,7 @@ from trainer.doctor.exchange import Json
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.run_lock import RUN_LOCK, LockedError, locked
 from trainer.hooks.input_limit import limit_of
-from trainer.run_files import RunFiles
+from trainer.run_files import RunFiles, two_digits
 
 if TYPE_CHECKING:
     from data.reader import Reader
@@ -281,8 +281,8 @@ def input_lines(inputs: "Inputs", model_dir: str) -> Sequence[str]:
         with data_errors_explained(inputs):
             rate = _examples_per_sec(reader)
         lines.append(
-            f"the input gives about {rate:,.0f} examples/s here without a model; steps that take "
-            "more would wait for it (docs/data.md#speed-and-memory)"
+            f"the input gives about {two_digits(rate)} examples/s here without a model; steps that "
+            "take more would wait for it (docs/data.md#speed-and-memory)"
         )
     reports = RunFiles(model_dir).read_reports()
     if limit := limit_of([report for report in reports if report.get("split") == "train"]):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from strategies.cluster.tf_config import Cluster
 from trainer.doctor.exchange import Json
 from trainer.doctor.findings import Finding, memory_needed
+from trainer.run_files import two_digits
 
 # A step of a model whose gradients need this time may well compute for less.
 _LONG_SUM_SECS = 0.2
@@ -138,7 +139,7 @@ def _all_reduce(measured: Json, plan: Json | None) -> list[str]:
 
 def _sum_of_step(secs: float, plan: Json) -> str:
     """Returns how long the sum of a step's gradients takes, and what to type if that is long."""
-    shown = f"{secs:,.0f}" if secs >= 10 else f"{secs:.2g}"
+    shown = two_digits(secs)
     if chosen := plan["local_steps"]:
         return f"the weights of an average need {shown} s of this network; the run has {chosen}"
     text = f"the gradients of a step need {shown} s of this network"

@@ -94,8 +94,8 @@ data_cache_dir: With --data_dir at s3://: a local directory for copies of what i
 data_cache_bytes: The most bytes of all copies in it. Short for --config.data_cache_bytes.
 workers: Workers of a cluster on this machine, of an indexed Job or of a JobSet.
 isolate: Runs a cluster on this machine in a separate network namespace: no other host reaches its
-    ports, and it reaches no other host. auto: if the kernel allows it, and neither --model_dir nor
-    --data_dir is a URL.
+    ports, and it reaches no other host. auto: if the kernel allows it, and neither --model_dir,
+    --data_dir nor config.warm_start.path is a URL.
 ps: Parameter servers of a cluster on this machine, or of --hosts or a scheduler: the last tasks.
 max_restarts: How often tasks of a cluster on this machine are restarted within 10 minutes without
     a new checkpoint or a later step; 0 is never. mirrored, and a task of a cluster of several

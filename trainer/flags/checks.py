@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from data.system import object_store
 from data.system.files import is_s3
+from data.system.ports import when_released
 from strategies.transfer import Transfer
 from trainer import flags
 from trainer.config import ConfigError, Recipe, data_dir, load_recipe
@@ -81,7 +82,7 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
     if inherited := os.environ.pop(METRICS_FD, None):
         return socket.socket(fileno=int(inherited))
     try:
-        return socket.create_server((host, port))
+        return when_released(lambda: socket.create_server((host, port)))
     except OSError as error:
         raise ConfigError(
             f"--metrics_port={port} cannot be listened at on {host}: {error.strerror}. Give "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import absl.flags
 
 from data.system.errors import UsageError
-from data.system.flags import check_utf8, show_help
+from data.system.flags import check_utf8, show_help, with_home
 from trainer import flags
 from trainer.exit_codes import EXIT_USAGE
 from trainer.flags import FLAGS
@@ -62,6 +62,7 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     from trainer.flags.continued import with_settings_of_run
 
     check_utf8(argv)
+    argv = with_home(argv)
     paths, others = _split_config(argv)
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")

@@ -24,6 +24,7 @@ from trainer.config import Recipe, flatten, overridden_fields, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE
 from trainer.flags import checks
+from trainer.run_files import metric_words
 from trainer.task_spec import TaskSpec
 
 if TYPE_CHECKING:
@@ -177,8 +178,7 @@ def says_finished(
 
     # The finished run may be of another config.
     preflight.preflight(recipe, model_dir, hides_gpus=hides_gpus)
-    values = {name: value for name, value in result["eval"].items() if isinstance(value, float)}
-    measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+    measured = "  ".join(metric_words(result["eval"]))
     print(
         f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "
         f"{dashes}train_steps; to train anew, give another {dashes}model_dir."

@@ -87,7 +87,8 @@ class SignalThread:
     def __exit__(self, *exc_info: object) -> None:
         # In this order no signal is lost: each one has a handler that acts, or is read.
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+            # None: it was not of Python, which cannot set it back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()
         self._thread.join()

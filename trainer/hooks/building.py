@@ -176,7 +176,7 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
     hooks += shared_hooks(
         parts,
         checkpointer=parts.checkpointer,
-        writing=[*writing, *progress, report],
+        writing=[*writing, report],
         writers=writers,
         history=lines.read,
         before_save=before_save,
@@ -195,7 +195,7 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
             stopwatch=parts.executor.stopwatch,
         )
         hooks.append(export)
-    return [*hooks, *trackers]  # Last: their end comes after the last reports.
+    return [*hooks, *progress, *trackers]  # Last: their end comes after the last reports.
 
 
 def _hparams(config: Config) -> dict[str, bool | float | str]:

@@ -24,7 +24,7 @@ from trainer.hooks.base import Hook
 from trainer.hooks.input_limit import limit_of
 from trainer.hooks.terminal import COMPILING, has_live_view, passed_width, progress_line
 from trainer.hooks.writers import Values, Writer
-from trainer.run_files import NO_METRICS, clock
+from trainer.run_files import NO_METRICS, clock, metric_words, two_digits
 
 log = logging.getLogger(__name__)
 
@@ -115,16 +115,12 @@ class Console(Writer):
     def write(self, step: int, split: str, values: Values) -> None:
         """Prints `step 400/1,000  train  loss 0.1230  epoch 17.8  12,345 examples/s  ... left`."""
         needed = [f"step {step:,}/{self._last_step:,}", f"{split:5}"]
-        needed += [
-            f"{name} {value:.4f}"
-            for name, value in values.items()
-            if name not in NO_METRICS and isinstance(value, float)
-        ]
+        needed += metric_words({n: v for n, v in values.items() if n not in NO_METRICS})
         more: dict[str, int] = {}  # The order in which words are left out, the highest first.
         if "examples_per_sec" in values:
             more[f"epoch {values['epoch']:.1f}"] = 1
-            more[f"{values['examples_per_sec']:,.0f} examples/s"] = 2
-            more[f"{1 / max(values['steps_per_sec'], 1e-9):.2g} s/batch"] = 3
+            more[f"{two_digits(values['examples_per_sec'])} examples/s"] = 2
+            more[f"{two_digits(1 / max(values['steps_per_sec'], 1e-9))} s/batch"] = 3
             more[time_left(self._pace, self._last_step - step)] = 0
         else:
             more[f"{values['examples']:,} examples"] = 0

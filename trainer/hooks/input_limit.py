@@ -9,6 +9,8 @@ The console says it once (console.py), and the page of a run (trainer/report) of
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from trainer.run_files import two_digits
+
 # A smaller share of the time of steps is not worth a change.
 _LEAST_WAIT = 0.05
 _CHANGES = (
@@ -29,8 +31,8 @@ class InputLimit(NamedTuple):
         """One line, with what to change."""
         return (
             f"The input limits this run: steps wait for it {self.input_wait:.0%} of their time. "
-            f"It gives {self.data_rate:,.0f} examples/s; the model would take about "
-            f"{self.model_rate:,.0f}. Change: {_CHANGES} (docs/data.md#speed-and-memory)."
+            f"It gives {two_digits(self.data_rate)} examples/s; the model would take about "
+            f"{two_digits(self.model_rate)}. Change: {_CHANGES} (docs/data.md#speed-and-memory)."
         )
 
 

@@ -26,7 +26,7 @@ from strategies.metrics import Metrics
 from trainer.exit_codes import first_line
 from trainer.hooks.tracking import Background
 from trainer.hooks.writers import Values, Writer
-from trainer.run_files import NUM_STEPS, RunFiles, local_dir
+from trainer.run_files import NUM_STEPS, RESTARTS, directory_of_logs
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ def progress_writers(
         writers.append(MetricsPage(listener, model_dir, last_step))
     if os.environ.get(_URL):
         status = KubeflowStatus(os.environ, last_step)
-        # The hooks behind it, such as the save of a run that is stopped, need time, too.
+        # Trackers, which come after it, need time, too.
         writers.append(Background(status, "Kubeflow", end_secs=_POST_SECS))
     return writers
 
 
 def num_restarts(model_dir: str, environment: Mapping[str, str]) -> int:
     """The restarts of this run that its launcher has written down, and those by Slurm."""
-    path = Path(RunFiles(local_dir(model_dir)).tasks) / "restarts.jsonl"
+    path = directory_of_logs(model_dir) / RESTARTS
     lines = path.read_text().count("\n") if path.is_file() else 0
     by_slurm = environment.get("SLURM_RESTART_COUNT", "0")
     return lines + (int(by_slurm) if by_slurm.isdigit() else 0)
@@ -114,6 +114,7 @@ class MetricsPage(Writer):
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:
+        self._set("step", "", step)  # Not after the evaluation and the save of this step.
         for name, value in values.items():
             by_worker = value if isinstance(value, Mapping) else {"": value}
             for worker, number in by_worker.items():

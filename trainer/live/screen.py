@@ -17,7 +17,7 @@ from rich.text import Text
 
 from data.system.files import shown
 from trainer.live.status import DEAD, RESTARTING, TRAINING, Status, TaskStatus, is_warning
-from trainer.run_files import clock, is_logarithmic
+from trainer.run_files import clock, four_digits, is_logarithmic, two_digits
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _BAR, _ASCII_BAR = "━", "="
@@ -118,12 +118,12 @@ def _progress(status: Status, width: int, is_ascii: bool) -> Text:
 def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
     """A line for each metric: its name, its last values, and its curve if there is room."""
     metrics: list[tuple[str, list[float], list[float], Callable[[float], str]]] = [
-        (name, status.curve("train", name), status.curve("eval", name), _four_digits)
+        (name, status.curve("train", name), status.curve("eval", name), four_digits)
         for name in status.metrics()
     ]
     if rates := status.curve("train", "examples_per_sec"):
         # Small screens cut the end.
-        metrics.insert(2, ("examples/s", rates, [], "{:,.0f}".format))
+        metrics.insert(2, ("examples/s", rates, [], two_digits))
     shows_evaluations = width >= 44 and any(evaluated for _, _, evaluated, _ in metrics)
     lines = []
     for name, train, evaluated, form in metrics:
@@ -137,11 +137,6 @@ def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
             line.append(f"  {sparkline(train or evaluated, room, blocks, name=name)}", "blue")
         lines.append(line)
     return lines
-
-
-def _four_digits(value: float) -> str:
-    """`0.0123`; `4.18e-06` where it would be 0.0000."""
-    return f"{value:.4f}" if value == 0 or not abs(value) < 0.0005 else f"{value:.2e}"
 
 
 def _tasks(status: Status, width: int, height: int) -> list[Text]:

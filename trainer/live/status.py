@@ -27,7 +27,7 @@ from trainer.hooks.terminal import COMPILING, progress_in
 from trainer.run_files import NO_METRICS, RunFiles, local_dir, step_of
 from trainer.run_record.goodput import goodput, total
 
-_MAX_VALUES = 4096  # Of a curve. More than this are thinned out.
+_MAX_VALUES = 4096  # Of a curve. Of more than this, every second one is left out.
 _MAX_MESSAGES = 200
 # Goodput is computed anew after this time, and at most during 0.2% of the time.
 _SECS_PER_GOODPUT, _GOODPUT_PAUSE = 5.0, 500
@@ -83,6 +83,29 @@ class TaskStatus:
         return True
 
 
+class Curve:
+    """The values of a metric: each nth one, at equal distances, and the last one."""
+
+    def __init__(self) -> None:
+        self._kept: list[float] = []
+        self._every, self._num_added, self._last = 1, 0, math.nan
+
+    def add(self, value: float) -> None:
+        """Appends a value."""
+        if self._num_added % self._every == 0:
+            self._kept.append(value)
+        self._num_added, self._last = self._num_added + 1, value
+        if len(self._kept) > _MAX_VALUES:
+            del self._kept[1::2]
+            self._every *= 2
+
+    @property
+    def values(self) -> list[float]:
+        """The values that are kept, and the last one."""
+        is_kept = (self._num_added - 1) % self._every == 0
+        return self._kept if is_kept else [*self._kept, self._last]
+
+
 class Tail:
     """The lines that are appended to a file, which may be replaced."""
 
@@ -130,8 +153,10 @@ class Status:
         self.goodput: float | None = None
         self._next_goodput = 0.0
         self._files = RunFiles(model_dir)
-        self._metrics = Tail(RunFiles(local_dir(model_dir)).metrics)
-        self._curves: dict[tuple[str, str], list[float]] = {}
+        files = RunFiles(local_dir(model_dir))
+        self._reports = [Tail(files.metrics), Tail(RunFiles(files.evaluator).metrics)]
+        # Of each file, because one of them may be replaced.
+        self._curves: list[dict[tuple[str, str], Curve]] = [{}, {}]
         self._phase = STARTING
         self._restarting: set[str] = set()
         self._logs = logs
@@ -161,12 +186,14 @@ class Status:
         return float(max(0, self.last_step - self.step) / rate)
 
     def curve(self, split: str, name: str) -> list[float]:
-        """The values of all reports of a metric."""
-        return self._curves.get((split, name), [])
+        """The values of a metric in all reports; of many reports, in some at equal distances."""
+        key = split, name
+        return next((curves[key].values for curves in self._curves if key in curves), [])
 
     def metrics(self) -> list[str]:
         """Returns the names of the metrics in all reports so far, losses first."""
-        names = dict.fromkeys(name for _, name in self._curves if name not in NO_METRICS)
+        found = (name for curves in self._curves for _, name in curves)
+        names = dict.fromkeys(name for name in found if name not in NO_METRICS)
         return sorted(names, key=lambda name: "loss" not in name)
 
     def read_line(self, line: str) -> None:
@@ -195,7 +222,8 @@ class Status:
     def poll(self) -> None:
         """Updates the state from the files of the run and from its processes."""
         self._read_starts()
-        self._read_reports()
+        for tail, curves in zip(self._reports, self._curves, strict=True):
+            self._read_reports(tail, curves)
         if self._phase != STARTING:  # Before, the files may be those of a former run.
             if self.last_step is None:
                 with contextlib.suppress(OSError, ValueError, KeyError):
@@ -237,20 +265,17 @@ class Status:
                     task.step = former.step
                     task.steps_at_start = former.step or 0
 
-    def _read_reports(self) -> None:
-        lines, is_replaced = self._metrics.new_lines()
+    def _read_reports(self, tail: Tail, curves: dict[tuple[str, str], Curve]) -> None:
+        lines, is_replaced = tail.new_lines()
         if is_replaced:
-            self._curves.clear()
+            curves.clear()
         for line in lines:
             if math.isnan(step_of(line, math.nan)):  # A part of a line, of a run that was killed.
                 continue
             report = json.loads(line)
             for name, value in report.items():
                 if isinstance(value, float):
-                    values = self._curves.setdefault((report["split"], name), [])
-                    values.append(value)
-                    if len(values) > _MAX_VALUES:
-                        del values[:-1:2]
+                    curves.setdefault((report["split"], name), Curve()).add(value)
             if report["split"] == "train":
                 self._read_train_report(report)
 

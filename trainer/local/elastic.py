@@ -56,6 +56,7 @@ class ElasticPolicy(FixedPolicy):
         self._generation = -1  # In which the task was started last.
         self._is_regrouping = False  # The task was asked to end because the group changes.
         self._is_done = False
+        self._failure = ""  # To read the group; said once.
         cluster = self._cluster_of(range(len(membership.addresses)))
         super().__init__(cluster, [cluster.task])
 
@@ -136,7 +137,9 @@ class ElasticPolicy(FixedPolicy):
         try:
             group = self.membership.group()
         except OSError as error:
-            say(f"The group of hosts could not be read: {error}")
+            if str(error) != self._failure:
+                self._failure = str(error)
+                say(f"The group of hosts could not be read: {error}")
             return
         # A group is never left for an earlier one, even if the files are deleted.
         if group.generation <= self._group.generation:

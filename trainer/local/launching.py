@@ -264,8 +264,9 @@ def _network_needed(recipe: Recipe) -> str:
 
     Raises ConfigError if there is something, and --isolate=on.
     """
-    urls = [path for path in (flags.MODEL_DIR.value or "", data_dir(recipe.config)) if is_url(path)]
-    needed = next(iter(urls), reached_over_network(recipe.config.trackers)) or ""
+    config = recipe.config
+    paths = (flags.MODEL_DIR.value or "", data_dir(config), config.warm_start.path)
+    needed = next(filter(is_url, paths), reached_over_network(config.trackers)) or ""
     if needed and flags.ISOLATE.value == "on":
         raise ConfigError(
             f"--isolate=on separates the tasks from the network, but {needed} is reached over "

@@ -59,14 +59,21 @@ class Membership:
         if not generation:
             return Group(0, frozenset(range(len(self.addresses))))
         path = self._path_of(generation)
-        document = json.loads(path.read_text())
-        if tuple(document["hosts"]) != self.addresses:
+        try:
+            document = json.loads(path.read_text())
+            hosts = list(map(str, document["hosts"]))
+            members = frozenset(map(hosts.index, document["members"]))
+        except (ValueError, LookupError, TypeError) as error:
+            raise OSError(
+                f"{path} is damaged: {error!r}. If no launcher runs any more, type: "
+                f"rm -r {self._directory}"
+            ) from error
+        if hosts != list(self.addresses):
             raise ClusterError(
-                f"{path} is of --hosts={','.join(document['hosts'])}. Received: "
+                f"{path} is of --hosts={','.join(hosts)}. Received: "
                 f"--hosts={','.join(self.addresses)}. Give every launcher the same list; or, if no "
                 f"launcher of the former list runs any more, type: rm -r {self._directory}"
             )
-        members = frozenset(map(self.addresses.index, document["members"]))
         return Group(generation, members)
 
     def propose(self, group: Group, members: frozenset[int]) -> bool:

@@ -138,7 +138,8 @@ class Supervisor:
                 # The chief of ps ends its servers itself.
                 asked = self._running if self.host else self._trainers()
                 self._end(asked, 0, signal.SIGTERM if is_together else signal.SIGUSR1)
-                self._end(self._running, self.grace_secs + _LATE_SECS, signal.SIGKILL)
+                overdue = f"did not save and end within {self.grace_secs:g} s, for another group"
+                self._end(self._running, self.grace_secs + _LATE_SECS, signal.SIGKILL, overdue)
             case Step.DONE:
                 self._forget_plans()
                 self._end_stateless(self._running, _DONE_SECS)

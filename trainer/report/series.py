@@ -14,7 +14,7 @@ from time import localtime, strftime
 import numpy as np
 import numpy.typing as npt
 
-from data.system.files import exists, join
+from data.system.files import join
 from trainer.report.drawing import Points
 from trainer.run_files import (
     FAILURES,
@@ -24,6 +24,7 @@ from trainer.run_files import (
     RunFiles,
     clock,
     directory_of_logs,
+    four_digits,
     json_objects,
 )
 from trainer.run_record.goodput import CHIEFS, TaskTime, goodput
@@ -55,8 +56,6 @@ class RunSeries:
         self.config = files.read_config()
         # Read once; values of each worker are in no more reports than a plot shows.
         self.reports = files.read_reports(num_with_workers=_MOST_SAMPLES)
-        if exists(files.evaluator):
-            self.reports += RunFiles(files.evaluator).read_reports()
         self.summary = summary(model_dir, self.reports)
         self.result: Document = files.read_result() or {}
         self.tasks: Sequence[TaskTime] = goodput(model_dir)
@@ -174,17 +173,22 @@ class RunSeries:
 
     def accounting(self) -> list[tuple[str, str]]:
         """Returns the rows of the table of data accounting: (text, number)."""
-        examples = self.result.get("examples")
-        if examples is None:
-            examples = max((report.get("examples", 0) for report in self.of("train")), default=0)
+
+        def count(name: str) -> int:
+            reported = [int(report.get(name, 0)) for report in self.of("train")]
+            return int(self.result.get(name, max(reported, default=0)))
+
+        examples, skipped = count("examples"), count("examples_skipped")
         size = self.config.get("train_examples")
         rows = [("examples in steps", f"{examples:,}")]
         if size:
             rows.append(("training examples", f"{size:,}"))
-            passes, more = divmod(examples, size)
+            passes, more = divmod(examples + skipped, size)
             each = f"each example {passes:,} times" if passes else f"{more:,} of them once"
             if more and passes:
                 each += f", and {more:,} of them once more"
+            if skipped:
+                each += f", without the {skipped:,} that were skipped"
             rows.append(("in the order of the run", each))
         step, batch = self.summary["step"], self.summary["config"].get("batch_size")
         if batch and step:
@@ -198,10 +202,10 @@ class RunSeries:
         for name, text in names.items():
             if self.result.get(name):
                 rows.append((text, f"{sum(self.result[name].values()):,}"))
-        if self.result.get("examples_skipped"):
-            rows.append(("examples skipped after a NaN", f"{self.result['examples_skipped']:,}"))
-        skipped = self.result.get("records_skipped") or self.config.get("records_skipped") or {}
-        rows += [(f"damaged records left out of {k}", f"{v:,}") for k, v in skipped.items()]
+        if skipped:
+            rows.append(("examples skipped after a NaN", f"{skipped:,}"))
+        damaged = self.result.get("records_skipped") or self.config.get("records_skipped") or {}
+        rows += [(f"damaged records left out of {k}", f"{v:,}") for k, v in damaged.items()]
         if number := self.config.get("eval_examples"):
             shown = {int(report.get("examples", 0)) for report in self.of("eval")}
             text = f"{number:,}"
@@ -213,7 +217,8 @@ class RunSeries:
     def facts(self) -> dict[str, str]:
         """Returns the row of a run in the first table: title -> text."""
         found = self.summary
-        best = "-" if found["best"] is None else f"{found['best_metric']} {found['best']:.4f}"
+        value = found["best"]
+        best = "-" if value is None else f"{found['best_metric']} {four_digits(value)}"
         seconds = self.ended - self.began if self.tasks else found["seconds"]
         ended = "-" if found["exit_code"] is None else f"{found['exit_code']} ({found['why']})"
         began = self.began or found["started"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import flatten_json
-from trainer.run_files import Document, RunFiles
+from trainer.run_files import NO_METRICS, Document, RunFiles
 from trainer.run_record.goodput import first_steps
 
 
@@ -25,8 +25,6 @@ def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Docume
     config = flatten_json(document["config"])
     if reports is None:
         reports = files.read_reports()
-        if os.path.isdir(files.evaluator):
-            reports += RunFiles(files.evaluator).read_reports()
     result: Mapping[str, Any] = files.read_result() or {}
     name = config.get("best_metric", "loss")  # Runs of early versions lack it.
     values = [r[name] for r in reports if r["split"] == "eval" and r.get(name) is not None]
@@ -43,7 +41,7 @@ def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Docume
         "train_steps": config["train_steps"],
         "best_metric": name,
         "best": best,
-        "eval": result.get("eval", {}),
+        "eval": result.get("eval") or latest_evaluation(reports),
         "seconds": round(_seconds(reports, first_steps(model_dir)), 1),
         "exit_code": result.get("exit_code"),
         "why": result.get("why"),
@@ -51,6 +49,13 @@ def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Docume
         "config": config,
         "changed": document.get("changed"),  # Runs of early versions lack it.
     }
+
+
+def latest_evaluation(reports: Sequence[Document]) -> Document:
+    """The metrics of the last evaluation in `reports`; empty if there is none."""
+    evaluations = [report for report in reports if report["split"] == "eval"]
+    latest = max(evaluations, key=lambda report: int(report["step"]), default={})
+    return {name: value for name, value in latest.items() if name not in NO_METRICS}
 
 
 def _seconds(reports: Sequence[Document], first_steps: Sequence[int]) -> float:
