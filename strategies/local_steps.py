@@ -20,9 +20,10 @@ that of torch.optim.SGD with nesterov=True):
     w <- w_before + outer_learning_rate * (D + outer_momentum * m)
 
 Other variables with decimals, such as the optimizer's slots, moving averages and moving statistics,
-change by the mean. So all replicas are equal after an average of all variables, which reports,
-evaluations and checkpoints come after: a checkpoint holds one state, and a run may continue on
-another number of replicas.
+change by the mean. Where a weight has a constraint, it is applied to what each of the formulas here
+gives: the mean of two unit vectors is shorter than they are. So all replicas are equal after an
+average of all variables, which reports, evaluations and checkpoints come after: a checkpoint holds
+one state, and a run may continue on another number of replicas.
 
 `go_on` does not wait for the network: a thread sums the changes of a round while the next round
 computes. The sum arrives at the end of that round, when a replica has made other changes already;
@@ -55,6 +56,7 @@ from strategies.step_marks import StepMarks
 
 # Tensors of each replica: what `strategy.run` returns, and takes.
 _OfReplicas = Any
+_Constraint = Callable[[tf.Tensor], tf.Tensor]
 _Sum = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -75,6 +77,7 @@ class LocalSteps:
         self,
         trained: Sequence[tf.Variable],
         others: Sequence[tf.Variable],
+        constraints: Sequence[_Constraint | None],
         last_step: int = 0,
         *,
         every: int,
@@ -85,12 +88,14 @@ class LocalSteps:
     ) -> None:
         """Creates `momenta`. `others` are all variables that a step changes besides `trained`.
 
+        `constraints` has a function of the value of each of `trained`, or None.
         The keywords are the fields of config.local_steps.
         """
         self.every_secs, self.last_step, self.overlap = every_secs, last_step, overlap
         self.weights = list(trained)
         self.others = [v for v in others if v.dtype.is_floating]
         self.counters = [v for v in others if not v.dtype.is_floating]
+        self._constraints = list(constraints)
         self.momenta: list[tf.Variable] = []
         if outer_momentum:
             self.momenta = [tf.Variable(tf.zeros_like(v), trainable=False) for v in trained]
@@ -155,7 +160,12 @@ class LocalSteps:
                 momenta.append(kept * read_now(self.momenta[index]) + mean)
                 mean += kept * momenta[-1]
             values.append(old + (rate * mean if index < len(self.weights) else mean))
-        return values, momenta
+        return [*self.constrained(values), *values[len(self.weights) :]], momenta
+
+    def constrained(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the first `values`, those of `weights`, after the constraint of each."""
+        pairs = zip(self._constraints, values, strict=False)
+        return [value if limit is None else limit(value) for limit, value in pairs]
 
 
 class LocalRounds:
@@ -253,7 +263,8 @@ class LocalRounds:
         Returns these weights, with which the next round starts, and the changes to sum.
         """
         changes = _changes(self._local.weights, start)
-        new = [old + change for old, change in zip(average, changes, strict=True)]
+        sums = [old + change for old, change in zip(average, changes, strict=True)]
+        new = self._local.constrained(sums)
         self._assign(self._local.weights, new)
         return new, _weighted(changes, *weight)
 

@@ -17,6 +17,7 @@ from tests.unit.replicas import ancestors, replicas, updater
 from tests.unit.test_learner import BATCH, Batch, dtype_policy, gradients_of, learner_of
 from tests.unit.test_learner import batch as batch
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.learner import Learner
 from trainer.step.losses import accuracy, smoothed_crossentropy, sparse_categorical_crossentropy
 from trainer.step.optimizers import OptimizerError
@@ -323,6 +324,68 @@ def test_overflow_changes_the_scale_alone_which_finite_steps_double(batch: Batch
     assert scales == [4, 4, 2, 2, 2, 4, 4, 4, 2, 1, 1, 1, 1, 1]
     assert learner.loss_scale.num_skipped == 7
     assert learner.loss_scale.is_at_minimum
+
+
+@pytest.mark.parametrize(("num_replicas", "compiles"), [(1, False), (1, True), (2, False)])
+def test_moving_statistics_of_an_overflow_are_left_out(
+    num_replicas: int, compiles: bool, batch: Batch
+) -> None:
+    """Of a replica whose part of the batch is finite they count."""
+    with dtype_policy("mixed_float16"), replicas(num_replicas).scope():
+        norm = keras.layers.BatchNormalization(momentum=0.5)
+        model = keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(5)])
+        learner = learner_of(model, options=Options(jit_compile=compiles))
+    overflowing = batch[0].copy()
+    overflowing[-1] = 1e6
+    updater(learner, num_replicas)((overflowing, batch[1]))
+    assert learner.loss_scale is not None
+    assert learner.loss_scale.num_skipped == 1
+    of_finite = batch[0][:5].mean(axis=0) / 2 / num_replicas
+    expected = np.zeros(3) if num_replicas == 1 else of_finite
+    np.testing.assert_allclose(norm.moving_mean.numpy(), expected, rtol=1e-2, atol=1e-4)
+    updater(learner, num_replicas)(batch)
+    assert np.isfinite(norm.moving_variance.numpy()).all()
+    assert not np.allclose(norm.moving_mean.numpy(), expected)
+
+
+def test_average_starts_with_the_weights_after_the_first_step_that_is_not_skipped(
+    batch: Batch,
+) -> None:
+    ema = EmaConfig(decay=0.9, from_first_step=True)
+    with dtype_policy("mixed_float16"), replicas(1).scope():
+        learner = learner_of(build_model(), options=Options(ema=ema))
+    updater(learner)((np.full_like(batch[0], 1e6), batch[1]))
+    updater(learner)(batch)
+    averages = [average.numpy() for average in learner.state["averages"]]
+    for average, weight in zip(averages, learner.variables, strict=True):
+        np.testing.assert_array_equal(average, weight.numpy())
+    before = averages[0].copy()
+    updater(learner)(batch)
+    assert_close(learner.state["averages"][0].numpy(), 0.9 * before + 0.1 * learner.variables[0])
+
+
+@pytest.mark.parametrize("kind", ["float64", "bfloat16", "float32"])
+def test_global_norm_of_two_types_is_that_of_exact_values(kind: str, batch: Batch) -> None:
+    with replicas(1).scope():
+        layers = [keras.layers.Dense(4, dtype=kind), keras.layers.Dense(5)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        options = Options(clip=ClipConfig(global_norm=1e-2))
+        learner = learner_of(model, keras.optimizers.SGD(1.0), options)
+    before = weights(learner)
+    updater(learner)(batch)
+    changes = [
+        new.astype(np.float64) - old for old, new in zip(before, weights(learner), strict=True)
+    ]
+    assert norm(changes) == pytest.approx(1e-2, rel=0.2 if kind == "bfloat16" else 1e-4)
+
+
+def test_moving_statistics_that_are_not_finite_are_not_saved() -> None:
+    norm = keras.layers.BatchNormalization()
+    learner = learner_of(keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(5)]))
+    require_finite(learner, 4)
+    norm.moving_variance.assign([1.0, np.inf, 1.0])
+    with pytest.raises(NonFiniteLossError, match=r"At step 4 .*moving_variance.* an activation"):
+        require_finite(learner, 4)
 
 
 def test_loss_is_scaled_so_that_small_gradients_do_not_become_zero() -> None:

@@ -180,6 +180,21 @@ def test_average_is_that_of_the_formula(overlap: bool, tmp_path: Path) -> None:
     assert_close(flat(kept.momenta), momentum)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_constraints_hold_after_each_average(overlap: bool, tmp_path: Path) -> None:
+    def build() -> keras.Model:
+        norm, positive = keras.constraints.UnitNorm(), keras.constraints.NonNeg()
+        layer = keras.layers.Dense(CLASSES, kernel_constraint=norm, bias_constraint=positive)
+        return keras.Sequential([keras.Input((3,)), layer])
+
+    options = dataclasses.replace(OUTER, overlap=overlap)
+    training = Training(tmp_path / "a", options, model=build)
+    training.executor.run(3 * EVERY)
+    kernel, bias = training.weights()
+    assert_close(np.linalg.norm(kernel, axis=0), np.ones(CLASSES))
+    assert bias.min() >= 0
+
+
 @pytest.mark.slow
 def test_compiled_by_xla_local_steps_are_the_same(tmp_path: Path) -> None:
     plain = Training(tmp_path / "a", OUTER)

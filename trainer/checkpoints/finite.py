@@ -12,21 +12,24 @@ class NonFiniteLossError(RunFailed):
 
 
 def require_finite(learner: Learner, step: int) -> None:
-    """Raises NonFiniteLossError if a trainable variable is not finite.
+    """Raises NonFiniteLossError if a trained variable, or a moving statistic, is not finite.
 
     Called before each save, except of the initial state. A finite loss proves nothing: the loss
-    of a step is computed before the variables change.
+    of a step is computed before the variables change, and without moving statistics.
     """
     for variable in learner.variables[: learner.num_dense]:
         if not all_finite([variable.read_value()]):
-            raise _error(variable, step)
+            raise _error(variable, step, "a gradient overflowed")
     for part in learner.table_parts:
         if not part.is_finite():
-            raise _error(part.rows, step)
+            raise _error(part.rows, step, "a gradient overflowed")
+    for variable in learner.layer_state:
+        if not all_finite([variable.read_value()]):
+            raise _error(variable, step, "an input or an activation overflowed")
 
 
-def _error(variable: tf.Variable, step: int) -> NonFiniteLossError:
+def _error(variable: tf.Variable, step: int, reason: str) -> NonFiniteLossError:
     return NonFiniteLossError(
-        f"At step {step} {variable.name} is no longer finite: a gradient overflowed. Lower "
+        f"At step {step} {variable.name} is no longer finite: {reason}. Lower "
         "--learning_rate. The last checkpoint is from before."
     )

@@ -143,7 +143,8 @@ class Learner(Update):
             from strategies import local_steps  # Few runs choose them.
 
             others, settings = self._changed_besides(), dataclasses.asdict(options.local_steps)
-            arguments = self.variables, others, options.last_step
+            constraints = [variable.constraint for variable in self.dense_variables]
+            arguments = self.variables, others, constraints, options.last_step
             self.local_steps = local_steps.LocalSteps(*arguments, **settings)
         if options.jit_compile:
             self.compile_with_xla()

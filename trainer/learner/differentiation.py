@@ -21,7 +21,7 @@ from strategies.gradients.parts import add_gradients, part_of_batch
 from strategies.step_errors import reason_of_xla
 from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
-from trainer.step.loss_scale import LossScale, unscaled
+from trainer.step.loss_scale import LossScale, all_finite, unscaled
 from trainer.step.random_layers import drawing
 
 log = logging.getLogger(__name__)
@@ -135,13 +135,16 @@ class Differentiation(ModelVariables):
         If there are `values`, updates them too: the next micro-batch starts from them.
         """
         scale = self.loss_scale.read() if self.loss_scale else None
-        if values is None and self._with_xla is None and not self._communicates_forward:
+        changes_itself = scale is None and not self._communicates_forward
+        if values is None and self._with_xla is None and changes_itself:
             return self._differentiate(batch, training, self.variables, scale)
         read = values or [tf.convert_to_tensor(variable) for variable in self._forward_inputs]
         differentiate = self._with_xla or self._differentiate_at
         gradients, totals, updates = differentiate(batch, training, read, scale)
         for key, value in updates.items():
             index = int(key)
+            if scale is not None:  # The values of a step that overflows would never recover.
+                value = _where_finite(value, read[index])
             if self._new_state is None:
                 self._forward_inputs[index].assign(value)
             else:
@@ -217,3 +220,8 @@ class Differentiation(ModelVariables):
         Examples of which `counts` is 0 do not count. `weights` are those of the examples.
         """
         return self.objective.measure(labels, outputs, losses, counts, weights)
+
+
+def _where_finite(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+    """Returns `new`; or `old` if an element of `new` is NaN or infinite."""
+    return tf.where(all_finite([new]), new, old) if new.dtype.is_floating else new

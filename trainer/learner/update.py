@@ -29,6 +29,7 @@ class _Now(NamedTuple):
     """What the changes of all variables in one step share."""
 
     step: tf.Tensor  # The number of steps done.
+    is_first: tf.Tensor  # True if none of them has changed the variables.
     rate: tf.Tensor
     factor: tf.Tensor | None  # That of the schedule, which `rate` contains.
     fused: FusedUpdate | None  # None if `change_variable` is to be called.
@@ -117,7 +118,8 @@ class Update(Differentiation):
         changing = [self.variables[index] for index in present]
         summed: Sequence[Tensor] = [gradients[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
-        now = _Now(step, rate, factor, fused, is_finite)
+        skipped = read_now(self.loss_scale.skipped) if self.loss_scale else 0
+        now = _Now(step, tf.equal(step, skipped), rate, factor, fused, is_finite)
         compiles = self.compiles and bool(summed) and self._can_compile
         if not compiles:
             summed = _clipped(summed, changing, self._step_options.clip)
@@ -215,7 +217,7 @@ class Update(Differentiation):
         if (constraint := self.dense_variables[index].constraint) is not None:
             variable.assign(constraint(read_now(variable)))
         if self._ema_averages:
-            self._update_average(index, variable, now.step)
+            self._update_average(index, variable, now)
         return read_now(variable)
 
     def change_variable(
@@ -227,7 +229,7 @@ class Update(Differentiation):
         """
         self.optimizer.update_step(gradient, variable, rate)
 
-    def _update_average(self, index: int, variable: tf.Variable, step: tf.Tensor) -> None:
+    def _update_average(self, index: int, variable: tf.Variable, now: _Now) -> None:
         """Sets average <- decay * average + (1 - decay) * variable, after a change of the variable.
 
         It is one addition, so concurrent updates by asynchronous workers are all counted. With
@@ -236,10 +238,10 @@ class Update(Differentiation):
         ema = self._step_options.ema
         decay = tf.constant(ema.decay, tf.float32)
         if ema.warmup:
-            done = tf.cast(step, tf.float32)
+            done = tf.cast(now.step, tf.float32)
             decay = tf.minimum(decay, (1 + done) / (10 + done))
         if ema.from_first_step:
-            decay = tf.where(tf.equal(step, 0), 0.0, decay)
+            decay = tf.where(now.is_first, 0.0, decay)
         average = self._ema_averages[index]
         difference = tf.convert_to_tensor(average) - read_now(variable)
         average.assign_sub(tf.cast(1 - decay, variable.dtype) * difference)
@@ -269,8 +271,11 @@ def _clipped(
     # Dense first: rows with the same index are one row, which has their sum.
     dense = [_to_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
     if clip.global_norm:
-        clipped, _ = tf.clip_by_global_norm(dense, clip.global_norm)
-        return list(clipped)
+        # Types that differ cannot be added, and the norm would be rounded to 16 bits.
+        is_double = any(gradient.dtype == tf.float64 for gradient in dense)
+        exact = [_cast(gradient, tf.float64 if is_double else tf.float32) for gradient in dense]
+        clipped, _ = tf.clip_by_global_norm(exact, clip.global_norm)
+        return [_cast(new, old.dtype) for new, old in zip(clipped, dense, strict=True)]
     clipped = []
     for gradient in dense:
         with tf.device(gradient.device):  # It may be on another task.
@@ -280,3 +285,8 @@ def _clipped(
                 gradient = tf.clip_by_norm(gradient, clip.norm)
         clipped.append(gradient)
     return clipped
+
+
+def _cast(gradient: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    with tf.device(gradient.device):  # It may be on another task.
+        return tf.cast(gradient, dtype)

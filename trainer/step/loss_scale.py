@@ -7,8 +7,9 @@
     loss_scale.adjust(strategy, is_finite)          # in cross-replica context
 
 Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. A step whose gradient overflowed
-counts, but changes only the scale, which is halved; after `growth_steps` finite steps in a row it
-is doubled. Asynchronous workers may change it twice for one reason; the next steps correct this.
+counts, but changes only the scale, which is halved, and moving statistics that are finite; after
+`growth_steps` finite steps in a row the scale is doubled. Asynchronous workers may change it twice
+for one reason; the next steps correct this.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ class LossScale:
     Attributes:
         variables: The scale, the finite steps since it changed, and the number of skipped steps in
             the whole run, all scalars. A checkpoint must have them.
+        skipped: The last of them, int64.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -38,8 +40,8 @@ class LossScale:
         self._growth_steps = config.growth_steps
         self._scale = tf.Variable(float(config.initial), trainable=False, name="loss_scale")
         self._finite = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
-        self._skipped = tf.Variable(0, trainable=False, dtype=tf.int64, name="skipped_steps")
-        self.variables = [self._scale, self._finite, self._skipped]
+        self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64, name="skipped_steps")
+        self.variables = [self._scale, self._finite, self.skipped]
 
     def read(self) -> tf.Tensor:
         """Returns the scale to divide the gradient by: another worker may change the variable."""
@@ -77,7 +79,7 @@ class LossScale:
     @property
     def num_skipped(self) -> int:
         """Steps with a gradient that overflowed, in the whole run."""
-        return int(self._skipped.numpy())
+        return int(self.skipped.numpy())
 
     @property
     def is_at_minimum(self) -> bool:

@@ -100,7 +100,9 @@ class ScheduleConfig:
 
     kind: str = "constant"
     warmup_steps: int = at_least(0, 0)
-    warmup_start: float = number(0.0, _FRACTION)
+    warmup_start: float = number(
+        0.0, _FRACTION, needs=(("schedule.warmup_steps",), "schedule.warmup_steps=100")
+    )
     decay_steps: int = at_least(0, 0)
     decay_rate: float = number(0.1, ABOVE_0)
     staircase: bool = False
