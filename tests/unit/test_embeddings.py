@@ -246,6 +246,15 @@ def test_lazy_adam_and_row_wise_adagrad_have_the_formulas_of_their_papers() -> N
         np.testing.assert_array_equal(unused, np.ones([ROWS - 2, WIDTH]))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_rows_in_float64_have_optimizer_slots_in_float64(name: str, rows: int | None) -> None:
+    learner = make_learner(OPTIMIZERS[name](0.1), rows=rows, dtype="float64")
+    train(learner, batches=BATCHES[:1])
+    parts = learner.model.get_layer("ids").parts
+    assert {v.dtype for part in parts for v in part.variables.values()} == {tf.float64}
+
+
 def test_a_row_that_is_not_used_does_not_change() -> None:
     learner = make_learner("lazy_adam", l2=0.1)
     last = table_of(learner)[-1]
@@ -316,6 +325,7 @@ def test_a_dry_run_makes_no_rows_and_each_server_gets_a_part() -> None:
         *({"optimizer": optimizer} for optimizer in ("adam", 0.1)),
         *({"width": -1}, {"l2": -1}, {"clip_norm": float("nan")}),
         *({"initializer": "glorot_uniform"}, {"combiner": "max"}),
+        *({"dtype": "bfloat16"}, {"rows": None, "dtype": "float16"}),
         *({"rows": None, "admit_after": 0}, {"rows": None, "evict_after": -1}),
         *({"rows": None, "max_rows": 1.5}, {"rows": None, "evict_every": 0}),
         # For dynamic ids only.

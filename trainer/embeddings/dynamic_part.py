@@ -141,7 +141,7 @@ class DynamicPart(Part):
         initial = {"rows": initial_rows(new_ids, layer.width, layer.initializer, self.rows.dtype)}
         for name, (value, is_of_row) in layer.optimizer.initial_slots.items():
             inner = [] if is_of_row else [layer.width]
-            initial[name] = tf.fill([num_new, *inner], tf.constant(value))
+            initial[name] = tf.fill([num_new, *inner], tf.constant(value, self.rows.dtype))
         written = []
         for name, values in initial.items():
             variable = self.variables[name]

@@ -126,7 +126,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 rows; 0 does not. Ids of the same last step go together, and those of the last step
                 stay.
             evict_every: Ids are removed when the step is a multiple of this.
-            **kwargs: `name`, `dtype` and `trainable`, as of every layer.
+            **kwargs: `name`, `dtype` and `trainable`, as of every layer. Rows, and their optimizer
+                slots, are float32 or float64.
 
         Raises:
             ConfigError: an argument is out of range.
@@ -135,6 +136,12 @@ class ShardedEmbedding(keras.layers.Layer):
         object.__setattr__(self, "table", None)
         object.__setattr__(self, "parts", [])
         object.__setattr__(self, "_frozen", [])
+        if self.variable_dtype not in ("float32", "float64"):
+            raise ConfigError(
+                f"ShardedEmbedding: rows are float32 or float64. Received: the dtype policy "
+                f'{self.dtype_policy.name}. Type dtype="mixed_bfloat16": it computes in bfloat16, '
+                "and the rows are float32."
+            )
         self.rows, self.width = rows, width
         self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
         sizes = list(rows) if isinstance(rows, Sequence) else [0 if rows is None else rows]

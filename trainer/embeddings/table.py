@@ -51,7 +51,7 @@ class FixedPart(Part):
     def add_slots(self, *, marks_changes: bool) -> None:
         super().add_slots(marks_changes=marks_changes)
         if marks_changes:
-            self.changed = self._new_variable("changed", False, ())
+            self.changed = self._new_variable("changed", False, (), tf.bool)
 
     @override
     def find(self, ids: tf.Tensor) -> tf.Tensor:
