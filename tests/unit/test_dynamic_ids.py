@@ -191,6 +191,17 @@ def test_an_id_gets_its_row_with_the_last_sighting_that_it_needs() -> None:
         np.testing.assert_array_equal(rows, [*found["rows"], np.zeros(WIDTH)])
 
 
+def test_a_table_that_is_not_trained_has_the_same_rows_in_training_and_evaluation() -> None:
+    learner = make_learner(trainable=False, evict_after=2)
+    train(learner, batches=batches_of([5]))
+    layer = learner.model.get_layer("ids")
+    assert values_of(learner)["ids"].tolist() == []
+    assert learner.tables
+    assert learner.tables.hooks(MirroredExecutor.on(["CPU:0"])) == []
+    for training in (True, False):
+        np.testing.assert_array_equal(layer(tf.constant([5]), training=training), [[0] * WIDTH])
+
+
 @pytest.mark.slow
 def test_ids_that_are_not_used_are_evicted_and_begin_anew() -> None:
     learner = make_learner(Adagrad(0.1), parts=2, evict_after=3)

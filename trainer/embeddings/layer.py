@@ -257,7 +257,8 @@ class ShardedEmbedding(keras.layers.Layer):
             used, place = tf.unique(numbered)
             if training:
                 add_lookup(self, tf.size(used), tf.size(numbered))
-            found = self._lookup(used, training=bool(training))
+            # No step admits an id to a table that is not trained.
+            found = self._lookup(used, training=bool(training) and self.trainable)
         # Copied to the device of the replica once, and expanded there.
         rows = _expanded(tf.identity(found), place)
         if self.combiner:

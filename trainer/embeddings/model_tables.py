@@ -98,7 +98,9 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
 
     def hooks(self, executor: Executor) -> list[Hook]:
         """A hook for each table from which ids are removed."""
-        return [Evict(la.table, executor, every_steps=la.evict_every) for la in self if la.evicts]
+        # The uses of ids are counted in updates, so a table that is not trained would lose all.
+        evicting = [layer for layer in self if layer.evicts and layer.trainable]
+        return [Evict(la.table, executor, every_steps=la.evict_every) for la in evicting]
 
     def staged(
         self, store: Store, io_device: str, on_piece: Callable[[], None], complete_every: int
