@@ -286,6 +286,22 @@ def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None
     assert_files_predict_alike(exported, tmp_path, learner.model, IDS[0])
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1)])
+def test_a_model_is_loaded_with_another_number_of_parts(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    saved = make_learner(parts=before)
+    saved.model.save(path := tmp_path / "model.keras")
+    with tables_with(num_parts=after):
+        loaded = keras.models.load_model(path)
+    np.testing.assert_array_equal(loaded.get_layer("ids").table.numpy(), table_of(saved))
+    with tables_with(has_rows=False):
+        loaded = keras.models.load_model(path)
+    assert loaded.get_layer("ids").weights[0].shape == (0, WIDTH)
+    with pytest.raises(ValueError, match="could not be loaded"):
+        make_model(rows=ROWS + 1).load_weights(path)
+
+
 def test_columns_have_their_own_rows() -> None:
     layer = ShardedEmbedding([2, 3], WIDTH, initializer=UNIFORM)
     found = np.asarray(layer(tf.constant([[1, 2], [0, 0], [1, 0]])))

@@ -179,6 +179,13 @@ class Table(SplitVariable):
         """Returns the ids whose rows changed since the last call, sorted; `step` steps are done."""
         raise NotImplementedError
 
+    def forget_slots(self) -> None:
+        """Forgets the slots, marks and graphs that a former Learner of the same model has made."""
+        for part in self._parts:
+            part.variables, part.changed = {"rows": part.rows}, None
+        for graph in ("_values_in_graph", "_set_values_in_graph"):
+            vars(self).pop(graph, None)
+
     def make_graphs(self) -> None:
         """Traces the graphs that a run needs. Under ps all tasks must answer meanwhile."""
         for graph in (self._values_in_graph, self._set_values_in_graph, *self._graphs):

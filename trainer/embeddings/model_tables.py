@@ -62,8 +62,7 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
                 f"its batch only. Use {instead}."
             )
         for layer in self:
-            if not layer.is_dynamic:
-                layer.table.forget_slots()
+            layer.start_training()
         parts = [part for layer in self if layer.trainable for part in layer.parts]
         for part in parts:
             part.add_slots(marks_changes=options.marks_changed_rows)

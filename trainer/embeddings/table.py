@@ -70,12 +70,9 @@ class FixedTable(Rows, Table):
         self._parts = parts
         self.forget_slots()
 
+    @override
     def forget_slots(self) -> None:
-        """Forgets the slots, marks and graphs that a former Learner of the same model has made."""
-        for part in self._parts:
-            part.variables, part.changed = {"rows": part.rows}, None
-        for graph in ("_values_in_graph", "_set_values_in_graph"):
-            vars(self).pop(graph, None)
+        super().forget_slots()
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
         self._graphs = [self._changed_in_graph]
 
