@@ -1,6 +1,7 @@
 """Tables of dynamic ids: equal rows with any number of parts and replicas, in any order of ids."""
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from tests.unit.test_embeddings import (
     saved_in,
     train_reference,
 )
-from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.marks import signed
 from trainer.checkpoints.warm_start import warm_start
-from trainer.embeddings import Adagrad
+from trainer.embeddings import Adagrad, RowWiseAdagrad
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import initial_rows
 from trainer.embeddings.optimizers import OPTIMIZERS
@@ -314,6 +316,20 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
         train(learner, replica, BATCHES[15:])
         assert_equal(saved, learner)
+
+
+def test_a_checkpoint_of_slots_of_the_same_names_and_other_shapes_is_refused(
+    tmp_path: Path,
+) -> None:
+    saved_in(tmp_path, make_learner(Adagrad(0.1)), 1)
+    other = Checkpointer(str(tmp_path), make_learner(RowWiseAdagrad(0.1)), {}, keep=1)
+    with pytest.raises(ModelDirError, match=r"ids/embeddings/accumulator .* there, .* here"):
+        other.check()
+    mark = tmp_path / "step-00000001" / "checkpoint.json"
+    contents = json.loads(mark.read_text())
+    del contents["identity"]["dynamic_table_slots"]  # As in a checkpoint of a former version.
+    mark.write_text(json.dumps(signed(contents)))
+    assert_restored(tmp_path, make_learner(Adagrad(0.1)), 1)
 
 
 @pytest.mark.slow

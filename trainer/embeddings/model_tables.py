@@ -95,6 +95,15 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
                 found[f"table_{name}"][layer.name] = count
         return found
 
+    def dynamic_slots(self) -> list[tf.TensorSpec]:
+        """The optimizer slots of tables of dynamic ids, without their numbers of rows."""
+        return [
+            tf.TensorSpec([None, *slot.shape[1:]], slot.dtype, f"{layer.table.path}/{name}")
+            for layer in self
+            if layer.is_dynamic
+            for name, slot in list(layer.parts[0].variables.items())[1:]
+        ]
+
     def hooks(self, executor: Executor) -> list[Hook]:
         """A hook for each table from which ids are removed."""
         # The uses of ids are counted in updates, so a table that is not trained would lose all.
