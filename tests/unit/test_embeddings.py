@@ -402,6 +402,12 @@ def test_rows_of_a_feature_are_combined_and_padding_is_left_out(
             np.testing.assert_allclose(row, sums[used] / divisors[used] ** power, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_a_combiner_is_not_for_one_id_of_each_example(rows: int | None) -> None:
+    with pytest.raises(ValueError, match="needs several ids of an example"):
+        ShardedEmbedding(rows, WIDTH, combiner="sum")(tf.constant([1, 2, 0]))
+
+
 def test_columns_of_several_ids_have_their_own_rows() -> None:
     layer = ShardedEmbedding([2, 3], WIDTH, initializer=UNIFORM, combiner="sum")
     found = np.asarray(layer(tf.constant([[[1, 0], [2, -1]]])))

@@ -193,6 +193,12 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @override
     def build(self, input_shape: Sequence[int | None]) -> None:
+        if self.combiner and len(input_shape) < 2:
+            raise ValueError(
+                f"{self.name} has a combiner, so it needs several ids of an example: [B, length]. "
+                f"Received: shape {tuple(input_shape)}. Leave combiner out for one id, or use "
+                "keras.Input((length,))."
+            )
         total = table_settings().num_parts
         self.stores_rows = table_settings().has_rows
         if self.is_dynamic:
