@@ -302,6 +302,19 @@ def test_a_model_is_loaded_with_another_number_of_parts(
         make_model(rows=ROWS + 1).load_weights(path)
 
 
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_a_table_that_no_input_has_reached_is_saved_and_loaded_as_other_layers(
+    rows: int | None, tmp_path: Path
+) -> None:
+    def make() -> keras.Model:
+        model = make_model()
+        model.unused = ShardedEmbedding(rows, WIDTH)
+        return model
+
+    make().save_weights(path := tmp_path / "model.weights.h5")
+    make().load_weights(path)
+
+
 def test_columns_have_their_own_rows() -> None:
     layer = ShardedEmbedding([2, 3], WIDTH, initializer=UNIFORM)
     found = np.asarray(layer(tf.constant([[1, 2], [0, 0], [1, 0]])))

@@ -331,15 +331,9 @@ class ShardedEmbedding(keras.layers.Layer):
         self._drop_frozen()
         self.stores_rows = False
         self._tracker.unlock()
+        options = {"initializer": "zeros", "trainable": False, "autocast": False}
         frozen = [
-            self.add_weight(
-                shape=value.shape,
-                dtype=value.dtype.name,
-                initializer="zeros",
-                trainable=False,
-                autocast=False,
-                name=name,
-            )
+            self.add_weight(shape=value.shape, dtype=value.dtype.name, name=name, **options)
             for name, value in (("ids", ids), ("rows", rows))
         ]
         self._tracker.lock()
@@ -379,7 +373,9 @@ class ShardedEmbedding(keras.layers.Layer):
     @override
     def save_own_variables(self, store: Any) -> None:
         """Saves the complete table, which any number of parts can load."""
-        if self.is_dynamic:
+        if self.table is None:  # No input came yet.
+            super().save_own_variables(store)
+        elif self.is_dynamic:
             # A model in training stays as it is.
             store["0"], store["1"] = self.table.ids_and_rows()
         else:
@@ -387,18 +383,20 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @override
     def load_own_variables(self, store: Any) -> None:
-        if not self.is_dynamic:
+        if self.table is None:
+            super().load_own_variables(store)
+        elif not self.is_dynamic:
             rows = np.asarray(store["0"])
             if rows.shape != self.table.shape:
                 raise ValueError(f"{self.name} is {self.table.shape}, but {rows.shape} in the file")
             self.table.assign(rows)
-            return
-        if self.is_trained:
+        elif self.is_trained:
             raise ValueError(
                 f"{self.name} has dynamic ids and is being trained: a .keras file has neither "
                 "their sightings nor optimizer slots. Resume from a checkpoint instead."
             )
-        self.freeze(np.asarray(store["0"]), np.asarray(store["1"]))
+        else:
+            self.freeze(np.asarray(store["0"]), np.asarray(store["1"]))
 
     @override
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
