@@ -28,6 +28,7 @@ from trainer.config import (
 from trainer.config_file import errors_explained, reads_of
 from trainer.inputs import Inputs
 from trainer.learner import Learner
+from trainer.learner.variables import is_trainable, tables_of
 from trainer.models import build_model
 from trainer.run_files import RunFiles
 from trainer.step.advice import advice
@@ -317,11 +318,12 @@ def build_checkpointer(
 
 
 def _freeze(model: keras.Model, pattern: str) -> None:
-    layers = [layer for layer in all_layers(model, include_self=False) if layer.weights]
+    tables = tables_of(model)  # Those of dynamic ids have no weights of Keras.
+    layers = [la for la in all_layers(model, include_self=False) if la.weights or la in tables]
     found = matching("freeze", pattern, [layer.path for layer in layers])
     for layer in itertools.compress(layers, found):
         layer.trainable = False
-    if not model.trainable_variables:
+    if not is_trainable(model):
         raise ConfigError(
             f"config.freeze={pattern!r} is found in every layer, so that nothing would be trained. "
             "Give a pattern that leaves one."

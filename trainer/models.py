@@ -18,6 +18,7 @@ from data.system.extras import of_satellite
 from strategies.base import Batch
 from trainer.config import Recipe
 from trainer.config_file import check_eager, errors_explained
+from trainer.learner.variables import is_trainable
 from trainer.step.keras_losses import overrides
 from trainer.step.options import ConfigError
 
@@ -57,7 +58,7 @@ def build_model(
     finally:
         if config.precision != "float32":
             keras.config.set_dtype_policy(policy)
-    if not model.trainable_variables:
+    if not is_trainable(model):
         raise ConfigError(
             f"{what} must return a keras.Model with weights to train, but {type(model).__name__} "
             "has none. Add a layer such as keras.layers.Dense."

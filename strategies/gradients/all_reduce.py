@@ -275,12 +275,13 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     blocks = (tf.reduce_max(numbers) + _BLOCK_ROWS - 1) // _BLOCK_ROWS
     size = blocks * _BLOCK_ROWS
     missing = size - tf.size(ids)
-    width = rows.shape[1]
+    width = math.prod(rows.shape[1:])  # A row of a variable may have any shape.
     # Ids and rows travel as one tensor, of the type of the rows. Collectives refuse bfloat16. The
     # gather only copies bits, so float16 can carry them.
     bits = tf.float16 if rows.dtype == tf.bfloat16 else rows.dtype
     words = ids.dtype.size // bits.size
-    parts = [tf.reshape(tf.bitcast(ids, bits), [-1, words]), tf.bitcast(rows, bits)]
+    flat = tf.reshape(tf.bitcast(rows, bits), [tf.size(ids), width])
+    parts = [tf.reshape(tf.bitcast(ids, bits), [-1, words]), flat]
     numbered = tf.concat(parts, axis=1)
     sent = tf.pad(numbered, [[0, missing], [0, 0]])
     key = (instance_key + 1) * _KEYS_OF_A_TABLE + blocks
@@ -289,6 +290,7 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     present = tf.boolean_mask(arrived, tf.sequence_mask(numbers, size))
     found = tf.bitcast(present[:, 0] if words == 1 else present[:, :words], ids.dtype)
     values = tf.bitcast(present[:, words:], rows.dtype)
+    values = tf.reshape(values, [tf.size(found), *rows.shape[1:]])
     return tf.IndexedSlices(values, found, gradient.dense_shape)
 
 

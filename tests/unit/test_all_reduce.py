@@ -128,14 +128,16 @@ def test_rolled_back_training_starts_without_residuals(tmp_path: Path) -> None:
     assert_same(*ends)
 
 
+@pytest.mark.parametrize("inner", [(3,), (), (1, 3)])
 @pytest.mark.parametrize("ids_dtype", [tf.int32, tf.int64])
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32])
-def test_rows_of_workers_keep_their_bits(
-    dtype: Any, ids_dtype: Any, monkeypatch: pytest.MonkeyPatch
+def test_rows_of_workers_keep_their_bits_and_shapes(
+    dtype: Any, ids_dtype: Any, inner: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(all_reduce, "_gathered", lambda tensor, *_: tensor)
-    values = [[1 / 3, -0.0, 3e38], [np.nan, np.inf, 1e-38]]
-    rows = tf.IndexedSlices(tf.cast(values, dtype), tf.constant([7, 2**31 - 1], ids_dtype))
+    numbers = [1 / 3, -0.0, 3e38, np.nan, np.inf, 1e-38][: 2 * math.prod(inner)]
+    values = tf.reshape(tf.cast(numbers, dtype), [2, *inner])
+    rows = tf.IndexedSlices(values, tf.constant([7, 2**31 - 1], ids_dtype))
     arrived = all_reduce._rows_of_workers(rows, 1)
     assert arrived.values.dtype == dtype
     bits = tf.uint16 if dtype == tf.bfloat16 else tf.uint32

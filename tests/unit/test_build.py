@@ -11,6 +11,7 @@ from keras.layers import Dense
 from tests.unit.replicas import update_of
 from trainer.build import build_learner, check_for_strategy
 from trainer.config import Config, ConfigError, Recipe, flatten
+from trainer.embeddings import ShardedEmbedding
 from trainer.learner import Learner
 from trainer.models import build_model
 from trainer.step.options import LossScaleConfig, ScheduleConfig, WeightDecayConfig
@@ -45,6 +46,32 @@ def test_frozen_layers_and_their_statistics_do_not_change() -> None:
     for path, distance in moved.items():
         assert (distance > 0) is ("head" in path), path
     assert len(learner.variables) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "number"), [("", 3), ("ids", 2), ("head", 1), ("ids|head", None)]
+)
+def test_tables_of_dynamic_ids_are_frozen_and_trained_as_other_layers(
+    pattern: str, number: int | None
+) -> None:
+    """Keras lists no weights of them."""
+
+    def with_table(config: Config) -> keras.Model:
+        ids = keras.Input((), dtype="int64")
+        rows = ShardedEmbedding(None, 3, name="ids")(ids)
+        return keras.Model(ids, Dense(3, name="head")(rows))
+
+    made = Recipe("here.py", Config(freeze=pattern), with_table)
+    if number is None:
+        with pytest.raises(ConfigError, match="nothing would be trained"):
+            build_learner(made)
+    else:
+        assert len(build_learner(made).variables) == number
+
+
+def test_a_model_of_nothing_but_a_table_of_dynamic_ids_is_trained() -> None:
+    model = keras.Sequential([keras.Input((), dtype="int64"), ShardedEmbedding(None, 3)])
+    assert len(build_learner(Recipe("here.py", Config(), lambda _: model)).variables) == 1
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])

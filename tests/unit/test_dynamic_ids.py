@@ -1,7 +1,8 @@
 """Tables of dynamic ids: equal rows with any number of parts and replicas, in any order of ids."""
 
 import functools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tensorflow as tf
 from strategies.metrics import add_metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.ps.placement import dry_run, place
+from strategies.tables import tables_with
 from tests.unit import test_embeddings
 from tests.unit.comparing import assert_close, assert_same
 from tests.unit.replicas import replicas, steps_on, updater
@@ -27,15 +29,17 @@ from tests.unit.test_embeddings import (
     saved_in,
     train_reference,
 )
-from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.marks import signed
 from trainer.checkpoints.warm_start import warm_start
-from trainer.embeddings import Adagrad
+from trainer.embeddings import Adagrad, RowWiseAdagrad
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import initial_rows
 from trainer.embeddings.optimizers import OPTIMIZERS
 from trainer.hooks.base import CatchUp
 from trainer.learner import Learner
 from trainer.learner.variables import set_values
+from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import WarmStartConfig
 
 # Also the largest and smallest ids, and negative ones.
@@ -191,6 +195,17 @@ def test_an_id_gets_its_row_with_the_last_sighting_that_it_needs() -> None:
         np.testing.assert_array_equal(rows, [*found["rows"], np.zeros(WIDTH)])
 
 
+def test_a_table_that_is_not_trained_has_the_same_rows_in_training_and_evaluation() -> None:
+    learner = make_learner(trainable=False, evict_after=2)
+    train(learner, batches=batches_of([5]))
+    layer = learner.model.get_layer("ids")
+    assert values_of(learner)["ids"].tolist() == []
+    assert learner.tables
+    assert learner.tables.hooks(MirroredExecutor.on(["CPU:0"])) == []
+    for training in (True, False):
+        np.testing.assert_array_equal(layer(tf.constant([5]), training=training), [[0] * WIDTH])
+
+
 @pytest.mark.slow
 def test_ids_that_are_not_used_are_evicted_and_begin_anew() -> None:
     learner = make_learner(Adagrad(0.1), parts=2, evict_after=3)
@@ -303,6 +318,20 @@ def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
         assert_equal(saved, learner)
 
 
+def test_a_checkpoint_of_slots_of_the_same_names_and_other_shapes_is_refused(
+    tmp_path: Path,
+) -> None:
+    saved_in(tmp_path, make_learner(Adagrad(0.1)), 1)
+    other = Checkpointer(str(tmp_path), make_learner(RowWiseAdagrad(0.1)), {}, keep=1)
+    with pytest.raises(ModelDirError, match=r"ids/embeddings/accumulator .* there, .* here"):
+        other.check()
+    mark = tmp_path / "step-00000001" / "checkpoint.json"
+    contents = json.loads(mark.read_text())
+    del contents["identity"]["dynamic_table_slots"]  # As in a checkpoint of a former version.
+    mark.write_text(json.dumps(signed(contents)))
+    assert_restored(tmp_path, make_learner(Adagrad(0.1)), 1)
+
+
 @pytest.mark.slow
 def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None:
     learner = make_learner(parts=3, admit_after=4)
@@ -315,6 +344,53 @@ def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None
     built = make_model(admit_after=4)
     built.load_weights(tmp_path / "model.keras")
     np.testing.assert_allclose(built(IDS[0]), learner.model(IDS[0]), atol=1e-6)
+
+
+def learner_of(make: Callable[[], keras.Model]) -> Learner:
+    loss, sgd = sparse_categorical_crossentropy, keras.optimizers.SGD(0.1)
+    return Learner(make(), sgd, loss, {}, batch_size=BATCH)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_loaded_model_is_trained_from_its_rows_and_exported_with_them(
+    parts: int, tmp_path: Path
+) -> None:
+    limits = {"admit_after": 2, "evict_after": 50}
+    saved = make_learner(Adagrad(0.1), **limits)
+    train(saved, batches=BATCHES[:10])
+    set_values(exported := make_model(Adagrad(0.1), **limits), saved)
+    exported.save(path := tmp_path / "model.keras")
+
+    def load() -> keras.Model:
+        return keras.models.load_model(path)
+
+    dry_run(lambda: learner_of(load))
+    with replicas(1).scope(), tables_with(num_parts=parts):
+        learner = learner_of(load)
+    expected, found = values_of(saved), values_of(learner)
+    has_row = expected["use"][:, 0] == 1
+    np.testing.assert_array_equal(found["ids"], expected["ids"][has_row])
+    np.testing.assert_array_equal(found["use"], [[1, 2, 0]] * has_row.sum())
+    np.testing.assert_array_equal(found["rows"], expected["rows"])
+    np.testing.assert_array_equal(found["accumulator"], np.full_like(found["rows"], 0.1))
+    train(learner, batches=BATCHES[10:])
+    assert np.abs(values_of(learner)["rows"][:3] - expected["rows"][:3]).max() > 1e-3
+    set_values(again := load(), learner)
+    assert_files_predict_alike(again, tmp_path, learner.model, IDS[0])
+
+
+def test_a_second_learner_of_a_model_begins_with_its_rows_and_without_its_slots() -> None:
+    first = make_learner(Adagrad(0.1), evict_after=50)
+    train(first)
+    expected = values_of(first)
+    with replicas(1).scope():
+        second = learner_of(lambda: first.model)
+    found = values_of(second)
+    np.testing.assert_array_equal(found["rows"], expected["rows"])
+    np.testing.assert_array_equal(found["accumulator"], np.full_like(found["rows"], 0.1))
+    assert not found["use"][:, 2].any(), "its steps are counted from 0"
+    train(second)
+    assert len(values_of(second)["rows"]) == len(NAMES)
 
 
 def test_an_export_before_any_id_has_a_row(tmp_path: Path) -> None:

@@ -246,6 +246,15 @@ def test_lazy_adam_and_row_wise_adagrad_have_the_formulas_of_their_papers() -> N
         np.testing.assert_array_equal(unused, np.ones([ROWS - 2, WIDTH]))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_rows_in_float64_have_optimizer_slots_in_float64(name: str, rows: int | None) -> None:
+    learner = make_learner(OPTIMIZERS[name](0.1), rows=rows, dtype="float64")
+    train(learner, batches=BATCHES[:1])
+    parts = learner.model.get_layer("ids").parts
+    assert {v.dtype for part in parts for v in part.variables.values()} == {tf.float64}
+
+
 def test_a_row_that_is_not_used_does_not_change() -> None:
     learner = make_learner("lazy_adam", l2=0.1)
     last = table_of(learner)[-1]
@@ -275,6 +284,35 @@ def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None
     for variable, value in zip(exported.variables, weights_of(learner), strict=True):
         variable.assign(value)
     assert_files_predict_alike(exported, tmp_path, learner.model, IDS[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1)])
+def test_a_model_is_loaded_with_another_number_of_parts(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    saved = make_learner(parts=before)
+    saved.model.save(path := tmp_path / "model.keras")
+    with tables_with(num_parts=after):
+        loaded = keras.models.load_model(path)
+    np.testing.assert_array_equal(loaded.get_layer("ids").table.numpy(), table_of(saved))
+    with tables_with(has_rows=False):
+        loaded = keras.models.load_model(path)
+    assert loaded.get_layer("ids").weights[0].shape == (0, WIDTH)
+    with pytest.raises(ValueError, match="could not be loaded"):
+        make_model(rows=ROWS + 1).load_weights(path)
+
+
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_a_table_that_no_input_has_reached_is_saved_and_loaded_as_other_layers(
+    rows: int | None, tmp_path: Path
+) -> None:
+    def make() -> keras.Model:
+        model = make_model()
+        model.unused = ShardedEmbedding(rows, WIDTH)
+        return model
+
+    make().save_weights(path := tmp_path / "model.weights.h5")
+    make().load_weights(path)
 
 
 def test_columns_have_their_own_rows() -> None:
@@ -316,6 +354,7 @@ def test_a_dry_run_makes_no_rows_and_each_server_gets_a_part() -> None:
         *({"optimizer": optimizer} for optimizer in ("adam", 0.1)),
         *({"width": -1}, {"l2": -1}, {"clip_norm": float("nan")}),
         *({"initializer": "glorot_uniform"}, {"combiner": "max"}),
+        *({"dtype": "bfloat16"}, {"rows": None, "dtype": "float16"}),
         *({"rows": None, "admit_after": 0}, {"rows": None, "evict_after": -1}),
         *({"rows": None, "max_rows": 1.5}, {"rows": None, "evict_every": 0}),
         # For dynamic ids only.
@@ -374,6 +413,12 @@ def test_rows_of_a_feature_are_combined_and_padding_is_left_out(
         for id_or_row, row in zip(gradient.indices.numpy(), gradient.values.numpy(), strict=True):
             used = id_or_row if rows is None else 2 * id_or_row + index
             np.testing.assert_allclose(row, sums[used] / divisors[used] ** power, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_a_combiner_is_not_for_one_id_of_each_example(rows: int | None) -> None:
+    with pytest.raises(ValueError, match="needs several ids of an example"):
+        ShardedEmbedding(rows, WIDTH, combiner="sum")(tf.constant([1, 2, 0]))
 
 
 def test_columns_of_several_ids_have_their_own_rows() -> None:

@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 GIVEN_RATE = "given_rate"
 _BEGUN_STEP = "begun_step"
 
+# The key in the identity of the optimizer slots of tables of dynamic ids.
+_DYNAMIC_SLOTS = "dynamic_table_slots"
+
 
 class ModelDirError(UsageError):
     """The model directory cannot be used for this run. Exit code 2."""
@@ -117,6 +120,7 @@ class Checkpointer:
             "variables": saved_variables(learner.model),
             "optimizer's variables": learner.optimizer.variables,
             **learner.state,
+            **({_DYNAMIC_SLOTS: tables.dynamic_slots()} if tables else {}),
         }
         self._identity = identity_of(settings, kinds)
         self._data_keys = identity.keys()
@@ -435,8 +439,9 @@ class Checkpointer:
             )
 
     def _check_identity(self, name: str, mark: Mark, ignored: Collection[str] = ()) -> None:
-        # Former versions recorded no settings of Keras: these are not compared.
-        values = {**keras_settings(), **mark.identity.values}
+        # Former versions recorded neither: these are not compared.
+        slots = self._identity.values.get(_DYNAMIC_SLOTS)
+        values = {**keras_settings(), _DYNAMIC_SLOTS: slots, **mark.identity.values}
         saved = Identity(values, mark.identity.names)
         if lines := differences(saved, self._identity, ignored):
             raise ModelDirError(refusal(self._store.path(name), lines))

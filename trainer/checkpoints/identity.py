@@ -37,7 +37,8 @@ def differences(saved: Identity, ours: Identity, ignored: Collection[str] = ()) 
     """Returns a line for each difference outside the keys `ignored`, in the order of the keys."""
     keys = (saved.values.keys() | ours.values.keys()) - set(ignored)
     if saved.values.get("variables") != ours.values.get("variables"):
-        keys -= {"optimizer's variables"}  # They differ because the model's variables do.
+        # They differ because the model's variables do.
+        keys -= {"optimizer's variables", "dynamic_table_slots"}
     lines: list[str] = []
     for key in sorted(keys):
         there, here = saved.values.get(key), ours.values.get(key)

@@ -67,14 +67,16 @@ class Part:
         self._layer.is_trained, self.marks_changes = True, marks_changes
         for name, (value, is_of_row) in self._layer.optimizer.initial_slots.items():
             inner = () if is_of_row else (self._layer.width,)
-            self.variables[name] = self._new_variable(name, value, inner)
+            self.variables[name] = self._new_variable(name, value, inner, self.rows.dtype)
 
-    def _new_variable(self, name: str, value: float | bool, inner: tuple[int, ...]) -> tf.Variable:
+    def _new_variable(
+        self, name: str, value: float | bool, inner: tuple[int, ...], dtype: tf.DType
+    ) -> tf.Variable:
         """Makes a variable beside the rows with `value` everywhere, [rows, *inner]."""
         made = [self.rows.shape[0], *inner]
         with making_part(self._index, (self._num_rows, *inner), beside=self.rows):
             return tf.Variable(
-                lambda: tf.fill(made, tf.constant(value)), trainable=False, name=name
+                lambda: tf.fill(made, tf.constant(value, dtype)), trainable=False, name=name
             )
 
     def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
@@ -176,6 +178,13 @@ class Table(SplitVariable):
     def take_changed_ids(self, index: Index, step: int) -> Ids:
         """Returns the ids whose rows changed since the last call, sorted; `step` steps are done."""
         raise NotImplementedError
+
+    def forget_slots(self) -> None:
+        """Forgets the slots, marks and graphs that a former Learner of the same model has made."""
+        for part in self._parts:
+            part.variables, part.changed = {"rows": part.rows}, None
+        for graph in ("_values_in_graph", "_set_values_in_graph"):
+            vars(self).pop(graph, None)
 
     def make_graphs(self) -> None:
         """Traces the graphs that a run needs. Under ps all tasks must answer meanwhile."""

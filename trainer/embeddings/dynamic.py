@@ -50,6 +50,11 @@ class DynamicTable(Table):
         self._parts: Sequence[DynamicPart] = parts
         self.layer = layer
         self._has_warned = False
+        self.forget_slots()
+
+    @override
+    def forget_slots(self) -> None:
+        super().forget_slots()
         self._saved_step = 0
         step = tf.TensorSpec([], tf.int64)
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
@@ -62,6 +67,7 @@ class DynamicTable(Table):
             made.append(tf.function(no_autograph(call), input_signature=specs))
             return made[-1]
 
+        parts = self._parts
         self._last_steps_in_graph = graph([part.last_steps for part in parts])
         self._index_in_graph = graph([part.index for part in parts])
         self._evict_in_graph = graph([part.evict for part in parts], step)
@@ -114,8 +120,19 @@ class DynamicTable(Table):
 
     def ids_and_rows(self) -> tuple[Ids, npt.NDArray[np.generic]]:
         """The ids that have rows, sorted, and these rows."""
+        if frozen := self.layer.frozen:
+            ids, rows = (np.asarray(weight.numpy()) for weight in frozen)
+            return ids, rows
         ids = self.ids(self.index())
         return ids, value_of(self.values_of(ids)["rows"])
+
+    def set_ids_and_rows(self, ids: Ids, rows: npt.NDArray[np.generic]) -> None:
+        """Replaces all ids by `ids`, which count as used at step 0; there are no slots yet."""
+        use = np.tile(np.array([1, self.layer.admit_after, 0]), (len(ids), 1))
+        for part in self._parts:
+            part.set_index(tf.constant(ids), tf.constant(use))
+        # Not by a graph, which would be traced without the slots.
+        self._set_values(tf.constant(ids), {"rows": tf.constant(rows)})
 
     def counts(self) -> Counts:
         """The sums of all parts."""

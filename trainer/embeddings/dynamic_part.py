@@ -88,6 +88,16 @@ class DynamicPart(Part):
         return self._layer.evicts or self.marks_changes
 
     @override
+    def add_slots(self, *, marks_changes: bool) -> None:
+        super().add_slots(marks_changes=marks_changes)
+        size = capacity(self.rows)  # Above that of a new part if there are rows already.
+        with tf.device(self.rows.device):
+            for name, (value, _) in self._layer.optimizer.initial_slots.items():
+                slot = self.variables[name]
+                first = tf.fill([size, *slot.shape[1:]], tf.constant(value, slot.dtype))
+                tf.raw_ops.AssignVariableOp(resource=slot.handle, value=first, validate_shape=False)
+
+    @override
     def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
         """The gradient is (ids, gradients of rows).
 
@@ -141,7 +151,7 @@ class DynamicPart(Part):
         initial = {"rows": initial_rows(new_ids, layer.width, layer.initializer, self.rows.dtype)}
         for name, (value, is_of_row) in layer.optimizer.initial_slots.items():
             inner = [] if is_of_row else [layer.width]
-            initial[name] = tf.fill([num_new, *inner], tf.constant(value))
+            initial[name] = tf.fill([num_new, *inner], tf.constant(value, self.rows.dtype))
         written = []
         for name, values in initial.items():
             variable = self.variables[name]

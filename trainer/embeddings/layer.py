@@ -82,6 +82,7 @@ class ShardedEmbedding(keras.layers.Layer):
         optimizer: A TableOptimizer.
         stores_rows: False in a dry run, and after `freeze`.
         evicts: True if ids are removed, so the last step that used an id must be known.
+        frozen: The ids and rows of `freeze`; empty without.
         is_trained: True if a learner has made optimizer slots of the table.
         l2, clip_norm, combiner, admit_after, evict_after, max_rows, evict_every: See __init__.
     """
@@ -126,7 +127,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 rows; 0 does not. Ids of the same last step go together, and those of the last step
                 stay.
             evict_every: Ids are removed when the step is a multiple of this.
-            **kwargs: `name`, `dtype` and `trainable`, as of every layer.
+            **kwargs: `name`, `dtype` and `trainable`, as of every layer. Rows, and their optimizer
+                slots, are float32 or float64.
 
         Raises:
             ConfigError: an argument is out of range.
@@ -134,7 +136,13 @@ class ShardedEmbedding(keras.layers.Layer):
         super().__init__(**kwargs)
         object.__setattr__(self, "table", None)
         object.__setattr__(self, "parts", [])
-        object.__setattr__(self, "_frozen", [])
+        object.__setattr__(self, "frozen", [])
+        if self.variable_dtype not in ("float32", "float64"):
+            raise ConfigError(
+                f"ShardedEmbedding: rows are float32 or float64. Received: the dtype policy "
+                f'{self.dtype_policy.name}. Type dtype="mixed_bfloat16": it computes in bfloat16, '
+                "and the rows are float32."
+            )
         self.rows, self.width = rows, width
         self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
         sizes = list(rows) if isinstance(rows, Sequence) else [0 if rows is None else rows]
@@ -185,6 +193,12 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @override
     def build(self, input_shape: Sequence[int | None]) -> None:
+        if self.combiner and len(input_shape) < 2:
+            raise ValueError(
+                f"{self.name} has a combiner, so it needs several ids of an example: [B, length]. "
+                f"Received: shape {tuple(input_shape)}. Leave combiner out for one id, or use "
+                "keras.Input((length,))."
+            )
         total = table_settings().num_parts
         self.stores_rows = table_settings().has_rows
         if self.is_dynamic:
@@ -250,7 +264,8 @@ class ShardedEmbedding(keras.layers.Layer):
             used, place = tf.unique(numbered)
             if training:
                 add_lookup(self, tf.size(used), tf.size(numbered))
-            found = self._lookup(used, training=bool(training))
+            # No step admits an id to a table that is not trained.
+            found = self._lookup(used, training=bool(training) and self.trainable)
         # Copied to the device of the replica once, and expanded there.
         rows = _expanded(tf.identity(found), place)
         if self.combiner:
@@ -291,7 +306,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
     def _lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
         """The rows of different `ids`, [n] -> [n, width], gathered on the devices of the parts."""
-        if self._frozen:
+        if self.frozen:
             return self._frozen_rows(ids)
         if not self.stores_rows:
             return tf.zeros([tf.size(ids), self.width], self.parts[0].rows.dtype)
@@ -313,28 +328,41 @@ class ShardedEmbedding(keras.layers.Layer):
 
         `ids` are sorted; the layer has no other rows.
         """
+        self._drop_frozen()
         self.stores_rows = False
         self._tracker.unlock()
-        for weight in self._frozen:
-            self._non_trainable_variables.remove(weight)
+        options = {"initializer": "zeros", "trainable": False, "autocast": False}
         frozen = [
-            self.add_weight(
-                shape=value.shape,
-                dtype=value.dtype.name,
-                initializer="zeros",
-                trainable=False,
-                autocast=False,
-                name=name,
-            )
+            self.add_weight(shape=value.shape, dtype=value.dtype.name, name=name, **options)
             for name, value in (("ids", ids), ("rows", rows))
         ]
         self._tracker.lock()
-        object.__setattr__(self, "_frozen", frozen)
-        for weight, value in zip(self._frozen, (ids, rows), strict=True):
+        object.__setattr__(self, "frozen", frozen)
+        for weight, value in zip(self.frozen, (ids, rows), strict=True):
             weight.assign(value)
 
+    def start_training(self) -> None:
+        """Forgets the optimizer slots of a former Learner; called before they are made.
+
+        The constants of `freeze`, which a model that Keras has loaded has, become rows again.
+        """
+        is_known = self.is_dynamic and (self.frozen or self.is_trained)
+        former = self.table.ids_and_rows() if is_known else None
+        self._drop_frozen()
+        self.stores_rows = table_settings().has_rows
+        self.table.forget_slots()
+        if former and self.stores_rows:
+            self.table.set_ids_and_rows(*former)
+
+    def _drop_frozen(self) -> None:
+        self._tracker.unlock()
+        for weight in self.frozen:
+            self._non_trainable_variables.remove(weight)
+        self._tracker.lock()
+        object.__setattr__(self, "frozen", [])
+
     def _frozen_rows(self, ids: tf.Tensor) -> tf.Tensor:
-        known, rows = (weight.value for weight in self._frozen)
+        known, rows = (weight.value for weight in self.frozen)
         if not known.shape[0]:
             return tf.zeros([tf.size(ids), self.width], rows.dtype)
         place = tf.minimum(tf.searchsorted(known, ids), known.shape[0] - 1)
@@ -344,23 +372,31 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @override
     def save_own_variables(self, store: Any) -> None:
-        if self.is_dynamic and not self._frozen:
+        """Saves the complete table, which any number of parts can load."""
+        if self.table is None:  # No input came yet.
+            super().save_own_variables(store)
+        elif self.is_dynamic:
             # A model in training stays as it is.
             store["0"], store["1"] = self.table.ids_and_rows()
         else:
-            super().save_own_variables(store)
+            store["0"] = self.table.numpy()
 
     @override
     def load_own_variables(self, store: Any) -> None:
-        if self.is_dynamic:
-            if self.is_trained:
-                raise ValueError(
-                    f"{self.name} has dynamic ids and is being trained: a .keras file has neither "
-                    "their sightings nor optimizer slots. Resume from a checkpoint instead."
-                )
-            self.freeze(np.asarray(store["0"]), np.asarray(store["1"]))
-        else:
+        if self.table is None:
             super().load_own_variables(store)
+        elif not self.is_dynamic:
+            rows = np.asarray(store["0"])
+            if rows.shape != self.table.shape:
+                raise ValueError(f"{self.name} is {self.table.shape}, but {rows.shape} in the file")
+            self.table.assign(rows)
+        elif self.is_trained:
+            raise ValueError(
+                f"{self.name} has dynamic ids and is being trained: a .keras file has neither "
+                "their sightings nor optimizer slots. Resume from a checkpoint instead."
+            )
+        else:
+            self.freeze(np.asarray(store["0"]), np.asarray(store["1"]))
 
     @override
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -378,7 +414,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         """A checkpoint has tables in files of their own (saved.py)."""
-        if save_type == "checkpoint" and self.table is not None and not self._frozen:
+        if save_type == "checkpoint" and self.table is not None and not self.frozen:
             return {}
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
         return children

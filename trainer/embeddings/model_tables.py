@@ -62,8 +62,7 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
                 f"its batch only. Use {instead}."
             )
         for layer in self:
-            if not layer.is_dynamic:
-                layer.table.forget_slots()
+            layer.start_training()
         parts = [part for layer in self if layer.trainable for part in layer.parts]
         for part in parts:
             part.add_slots(marks_changes=options.marks_changed_rows)
@@ -96,9 +95,20 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
                 found[f"table_{name}"][layer.name] = count
         return found
 
+    def dynamic_slots(self) -> list[tf.TensorSpec]:
+        """The optimizer slots of tables of dynamic ids, without their numbers of rows."""
+        return [
+            tf.TensorSpec([None, *slot.shape[1:]], slot.dtype, f"{layer.table.path}/{name}")
+            for layer in self
+            if layer.is_dynamic
+            for name, slot in list(layer.parts[0].variables.items())[1:]
+        ]
+
     def hooks(self, executor: Executor) -> list[Hook]:
         """A hook for each table from which ids are removed."""
-        return [Evict(la.table, executor, every_steps=la.evict_every) for la in self if la.evicts]
+        # The uses of ids are counted in updates, so a table that is not trained would lose all.
+        evicting = [layer for layer in self if layer.evicts and layer.trainable]
+        return [Evict(la.table, executor, every_steps=la.evict_every) for la in evicting]
 
     def staged(
         self, store: Store, io_device: str, on_piece: Callable[[], None], complete_every: int

@@ -51,7 +51,7 @@ class FixedPart(Part):
     def add_slots(self, *, marks_changes: bool) -> None:
         super().add_slots(marks_changes=marks_changes)
         if marks_changes:
-            self.changed = self._new_variable("changed", False, ())
+            self.changed = self._new_variable("changed", False, (), tf.bool)
 
     @override
     def find(self, ids: tf.Tensor) -> tf.Tensor:
@@ -70,12 +70,9 @@ class FixedTable(Rows, Table):
         self._parts = parts
         self.forget_slots()
 
+    @override
     def forget_slots(self) -> None:
-        """Forgets the slots, marks and graphs that a former Learner of the same model has made."""
-        for part in self._parts:
-            part.variables, part.changed = {"rows": part.rows}, None
-        for graph in ("_values_in_graph", "_set_values_in_graph"):
-            vars(self).pop(graph, None)
+        super().forget_slots()
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
         self._graphs = [self._changed_in_graph]
 

@@ -89,6 +89,12 @@ def tables_of(model: keras.Model) -> "ModelTables | tuple[()]":
     return split[0].of_model(split) if split else ()
 
 
+def is_trainable(model: keras.Model) -> bool:
+    """Returns True if `model` has something to train; Keras sees no table of dynamic ids."""
+    tables = tables_of(model)
+    return bool(model.trainable_variables or any(la.is_dynamic and la.trainable for la in tables))
+
+
 def saved_variables(model: keras.Model) -> list[keras.Variable]:
     """Returns `saved_arrays` of `model`, and its tables of dynamic ids, which come last."""
     return [*saved_arrays(model), *(la.table for la in tables_of(model) if la.is_dynamic)]
