@@ -173,6 +173,35 @@ def test_adafactor_stays_finite_where_neither_row_nor_column_has_a_gradient() ->
     assert found[1, 1] < 1
 
 
+def test_schedule_free_steps_are_those_of_the_paper() -> None:
+    """On 50 w ** 2, whose gradients change so fast that the order of the reads is seen."""
+    beta_1, beta_2, rate, warmup = 0.9, 0.99, 0.02, 5
+
+    def trained(optimizer: keras.Optimizer) -> float:
+        variable = keras.Variable(1.0)
+        optimizer.build([variable])
+        for _ in range(20):
+            gradient = tf.constant(100.0) * variable.value
+            optimizer.update_step(gradient, variable.value, tf.constant(rate))
+            optimizer.iterations.assign_add(1)
+        return float(variable.value)
+
+    y, x, z, v = 1.0, 1.0, 1.0, 0.0
+    for step in range(1, 21):
+        gradient = 100 * y
+        v = beta_2 * v + (1 - beta_2) * gradient**2
+        scaled = gradient / (np.sqrt(v / (1 - beta_2**step)) + 1e-8)
+        z -= rate * min(1, step / warmup) * scaled
+        x += (z - x) / step
+        y = (1 - beta_1) * z + beta_1 * x
+    kind = keras.optimizers.ScheduleFreeAdamW
+    found = trained(adopt(kind(beta_1=beta_1, beta_2=beta_2, warmup_steps=warmup)).optimizer)
+    assert found == pytest.approx(y, rel=1e-5)
+    # If this fails, Keras has corrected its ScheduleFreeAdamW, and this program's may go.
+    theirs = trained(kind(beta_1=beta_1, beta_2=beta_2, warmup_steps=warmup))
+    assert theirs != pytest.approx(y, rel=1e-2)
+
+
 def test_average_starts_with_the_weights_of_the_first_step_only_if_asked() -> None:
     keras_like = adopt(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
     assert keras_like.options.ema == EmaConfig(decay=0.5, from_first_step=True)

@@ -105,7 +105,7 @@ KERAS_OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(supported_optimizers()))
+@pytest.mark.parametrize("name", sorted(supported_optimizers().keys() - {"schedulefreeadamw"}))
 def test_optimizer_apply_of_keras_ends_in_the_same_weights(batch: Batch, name: str) -> None:
     """`update_step`, and the decay that the name stands for, are all that Keras' `apply` does."""
     strategy = replicas(1)

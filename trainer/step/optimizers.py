@@ -21,7 +21,12 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from data.system.compat.keras_optimizers import Nadam, given_rate, is_decayed
+from data.system.compat.keras_optimizers import (
+    Nadam,
+    ScheduleFreeAdamW,
+    given_rate,
+    is_decayed,
+)
 from data.system.errors import UsageError
 from trainer.step.options import EmaConfig, LossScaleConfig, StepOptions, WeightDecayConfig
 
@@ -83,6 +88,7 @@ class Adafactor(keras.optimizers.Adafactor):
 _CORRECTED: Mapping[type[keras.Optimizer], type[keras.Optimizer]] = {
     keras.optimizers.Nadam: Nadam,
     keras.optimizers.Adafactor: Adafactor,
+    keras.optimizers.ScheduleFreeAdamW: ScheduleFreeAdamW,
 }
 
 
@@ -144,7 +150,8 @@ def adopt(optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) 
         inner.options.loss_scale = scale = LossScaleConfig(
             initial=float(optimizer.initial_scale), growth_steps=int(optimizer.dynamic_growth_steps)
         )
-        inner.notes.append(_note(inner.optimizer, "LossScaleOptimizer", scale))
+        now = f"{scale} if the model computes in float16; otherwise it is left out: it cancels"
+        inner.notes.append(_note(inner.optimizer, "LossScaleOptimizer", now))
         return inner
     if (corrected := _CORRECTED.get(type(optimizer))) is not None:
         # The same object: a copy by `get_config` lacks `exclude_from_weight_decay`, and fails for

@@ -65,3 +65,35 @@ class Nadam(keras.optimizers.Nadam):
         step = tf.cast(self.iterations.value, tf.int64) + 1
         powers = tf.pow(tf.constant(self.beta_1, tf.float32), tf.cast(step, tf.float32))
         return powers * tf.gather(products, tf.minimum(step, 512))
+
+
+class ScheduleFreeAdamW(keras.optimizers.ScheduleFreeAdamW):
+    """Keras' ScheduleFreeAdamW, but `x` follows from the `z` before the step.
+
+    Keras takes `z` after the step in its place, since a tf.Variable is read where it is used. The
+    formula (Defazio et al., "The Road Less Scheduled", 2024, arXiv 2405.15682), with z in the slot
+    `momentum`, Adam's direction d in step t, and y, the variable:
+
+        x <- (y - (1 - beta_1) z) / beta_1
+        z <- z - rate * d
+        x <- x + (z - x) / t
+        y <- (1 - beta_1) z + beta_1 x
+    """
+
+    @override
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        index, kind = self._get_variable_index(variable), variable.dtype
+        momentum, velocity = self._momentums[index], self._velocities[index]
+        step = tf.cast(self.iterations.value + 1, kind)
+        rate = tf.cast(learning_rate, kind)
+        if self.warmup_steps:
+            rate *= tf.minimum(step / self.warmup_steps, 1)
+        before = tf.identity(momentum.value)
+        averaged = (variable - (1 - self.beta_1) * before) / self.beta_1
+        self.assign_add(velocity, (1 - self.beta_2) * (gradient**2 - velocity.value))
+        unbiased = velocity.value / (1 - tf.pow(tf.cast(self.beta_2, kind), step))
+        change = -rate * gradient / (tf.sqrt(unbiased) + self.epsilon)
+        self.assign_add(momentum, change)
+        # Additions, so that concurrent updates by asynchronous workers are all counted.
+        moved = (before + change - averaged) / step
+        self.assign_add(variable, (1 - self.beta_1) * change + self.beta_1 * moved)
