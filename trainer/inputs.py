@@ -53,8 +53,8 @@ _PARSE_HINT = (
 )
 
 _PARTS = ("inputs", "labels", "weights")  # Of what parse returns.
-_MAKE_DENSE = {"SparseTensor": "tf.sparse.to_dense(x)", "RaggedTensor": "x.to_tensor()"}
-_WITH_LENGTH = {
+# Not the length of the longest list: which examples `parse` gets at once depends on the strategy.
+_MAKE_DENSE = {
     "SparseTensor": "tf.RaggedTensor.from_sparse(x).to_tensor(shape=[None, 20])",
     "RaggedTensor": "x.to_tensor(shape=[None, 20])",
 }
@@ -303,19 +303,50 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
 
 def check_dense(what: str, returned: Batch) -> None:
     """Raises ConfigError if a part of (inputs, labels, ...) is sparse, ragged or no tensor."""
-    for (part, *keys), found in keras.tree.flatten_with_path(returned):
+    for path, found in keras.tree.flatten_with_path(returned):
         if isinstance(found, (tf.Tensor, tf.TensorSpec)):
             continue
-        name = _PARTS[part] + "".join(f"[{key!r}]" for key in keys)
+        name = _part_name(path)
         kind = type(found).__name__.removesuffix("Spec")
         shown = "None" if found is None else f"a {kind}"
         said = f"{what} must return dense tensors, but its {name} are {shown}."
         if kind in _MAKE_DENSE:
             said += (
-                f" Pad it: {_MAKE_DENSE[kind]} (default_value=-1 tells padding from ids). For one "
-                f"length in all batches, here 20: {_WITH_LENGTH[kind]}."
+                f" Pad it to one length, here 20, which cuts longer lists: {_MAKE_DENSE[kind]} "
+                "(default_value=-1 tells padding from ids)."
             )
         raise ConfigError(said)
+
+
+def length_notes(inputs: Inputs, path: str) -> list[str]:
+    """Names the tensors of `parse`, of the config `path`, that have an axis of unknown size.
+
+    If lists are padded to the longest one, their length depends on which examples `parse` gets at
+    once, and this on the strategy. A loss that is a mean over the length then depends on it, too.
+    """
+    found = {
+        _part_name(where): spec
+        for where, spec in keras.tree.flatten_with_path(inputs.train.parsed_specs)
+        if not spec.shape[1:].is_fully_defined()
+    }
+    if not found:
+        return []
+    named = ", ".join(f"{name} of {shape_text(spec)}" for name, spec in found.items())
+    first = next(iter(found.values())).shape
+    inner = [20] if first.rank is None else [size or 20 for size in first[1:]]
+    shape = f"[{', '.join(map(str, [None, *inner]))}]"
+    return [
+        f"parse() of {path} returns {named}. If a size that is None depends on the examples in a "
+        "batch, other strategies train otherwise: they parse other groups of examples. Pad lists "
+        f"to one length, here 20: x.to_tensor(shape={shape}). If the size is always the same, "
+        f"return tf.ensure_shape(x, {shape}) with that size."
+    ]
+
+
+def _part_name(path: Sequence[int | str]) -> str:
+    """The name, for messages, of a tensor in (inputs, labels, ...)."""
+    part, *keys = path
+    return _PARTS[int(part)] + "".join(f"[{key!r}]" for key in keys)
 
 
 def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
