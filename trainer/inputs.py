@@ -23,7 +23,7 @@ from data.disk_reader import DiskReader
 from data.example_features import read_features
 from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
-from data.reader import Parse, Reader, takes_seeds
+from data.reader import Parse, Reader, as_tuples, takes_seeds
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.extras import of_satellite
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
@@ -204,23 +204,17 @@ def declared_dtypes(model: keras.Model) -> Declared:
 
 
 def _returns_tuples(parse: Parse) -> Parse:
-    """`parse`, with tuples for lists: tf.data makes a single tensor of a list."""
+    """`parse`, with tuples for lists."""
     if isinstance(parse, ExampleParse):
         return parse
 
     def parse_to_tuples(serialized: tf.Tensor) -> Batch:
-        return _as_tuples(autograph(parse)(serialized))
+        return as_tuples(autograph(parse)(serialized))
 
     def parse_with_seeds(serialized: tf.Tensor, seeds: tf.Tensor | None = None) -> Batch:
-        return _as_tuples(autograph(parse)(serialized, seeds=seeds))
+        return as_tuples(autograph(parse)(serialized, seeds=seeds))
 
     return no_autograph(parse_with_seeds if takes_seeds(parse) else parse_to_tuples)
-
-
-def _as_tuples(nest: Batch) -> Batch:
-    if isinstance(nest, dict):
-        return {name: _as_tuples(part) for name, part in nest.items()}
-    return tuple(map(_as_tuples, nest)) if type(nest) in (list, tuple) else nest
 
 
 def prepare_inputs(recipe: Recipe) -> None:

@@ -141,6 +141,27 @@ def test_wrong_loss_or_metric_has_a_remedy(inputs: Inputs, function: Any, said: 
         check(inputs, loss=squares, metrics={"mine": function})
 
 
+def test_augmentation_may_return_lists(inputs: Inputs) -> None:
+    def augment(inputs: Tensor, labels: Tensor, seeds: Tensor) -> Any:
+        return [[*inputs], labels]
+
+    class First(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(CLASSES)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x[0])
+
+    parse = inputs.train.parse
+    reader = dataclasses.replace(
+        inputs.train, augment=augment, parse=lambda s: ((parse(s)[0],), parse(s)[1])
+    )
+    recipe = make_recipe(build_model=lambda config: First())
+    learner = build_learner(recipe, (tf.TensorSpec([None, 3]),))
+    check_batches(Inputs(reader, reader), learner, recipe)
+
+
 @pytest.mark.parametrize(
     ("augment", "said"),
     [
