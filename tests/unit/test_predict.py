@@ -390,6 +390,28 @@ def test_labels_of_files_are_numbers_or_names_of_classes(
         assert features.parse_example(serialized)["y"].numpy().tolist() == read
 
 
+@pytest.mark.parametrize(
+    ("dtype", "encoding"),
+    [("float32", "none"), ("float64", "bytes"), ("float32", "zlib"), ("int32", "bytes")],
+)
+@pytest.mark.parametrize("name", ["x.csv", "x.npz"])
+def test_number_that_is_the_label_may_be_missing(
+    dtype: str, encoding: str, name: str, tmp_path: Path
+) -> None:
+    """Of the only array, which is the only input, the name does not count."""
+    path = tmp_path / name
+    if name == "x.csv":
+        path.write_text("x\n5\n")
+    else:
+        np.savez(path, photos=np.array([5]))
+    x = Feature("x", "tensor", "int64", (), None, "none", "Scalar")
+    features = Features([x, Feature("y", "tensor", dtype, (), None, encoding, "Tensor")], "")
+    ((about, record),) = records_of(str(path), features, ["x", "y"], {"y": {}})
+    assert about == {"label": None}
+    found = features.parse_example(tf.constant([record]))
+    assert (found["x"].numpy().tolist(), found["y"].numpy().tolist()) == ([5], [0])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_files_of_images_are_refused_if_training_had_other_values(
     dtype: str, tmp_path: Path

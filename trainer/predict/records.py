@@ -71,7 +71,7 @@ def records_of(
             f"{path} cannot be made into records, because the data of the run has no features.json "
             "that says what a record holds. Give a TFRecord file of such records."
         )
-    for where, about, row in rows_of(path, features, needed):
+    for where, about, row in rows_of(path, features, needed, labels):
         values: dict[str, Value] = {}
         has_labels = True
         for name in needed:
@@ -80,7 +80,8 @@ def records_of(
             elif name in row:
                 values[name] = _encoded(features[name], row[name], where)
             elif name in labels:
-                values[name], has_labels = 0, False
+                zeros = np.zeros([size or 0 for size in features[name].shape])
+                values[name], has_labels = _encoded(features[name], zeros, where), False
             else:
                 raise DataError(
                     f"{path} has no {name!r}, which the model reads. It has: {', '.join(row)}. "
@@ -92,7 +93,10 @@ def records_of(
 
 
 def rows_of(
-    path: str, features: Mapping[str, Feature], needed: Collection[str]
+    path: str,
+    features: Mapping[str, Feature],
+    needed: Collection[str],
+    labels: Collection[str] = (),
 ) -> Iterator[tuple[str, About, Mapping[str, Any]]]:  # Any: a number, text, bytes or an array.
     """Yields the place of each example for messages, what is known about it, and its values."""
     if is_dir(path) and not is_url(path):
@@ -103,7 +107,7 @@ def rows_of(
             yield f"{path}, line {line}", {}, row
     elif path.endswith(".npz"):
         arrays = read_npz(path)
-        wanted = [name for name in needed if features[name].kind != "label"]
+        wanted = [name for name in needed if name not in labels]
         others = [name for name in arrays if name not in features]
         if len(wanted) == 1 and wanted[0] not in arrays and len(others) == 1:
             arrays[wanted[0]] = arrays.pop(others[0])  # The only array is the only input.
