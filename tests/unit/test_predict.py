@@ -391,6 +391,37 @@ def test_labels_of_files_are_numbers_or_names_of_classes(
 
 
 @pytest.mark.parametrize(
+    ("dtype", "typed", "read"),
+    [
+        ("int64", "3|17", [3, 17, -1]),
+        ("int64", " 3 17 5 ", [3, 17, 5]),
+        ("int64", "", [-1, -1, -1]),
+        ("int64", "4|x", r"x.csv, line 2: 'x' must be a list of type int64.* 'x' in '4\|x'"),
+        ("int64", "1|2|3|4", "has 4 items, but the longest .* has 3"),
+        ("float32", "1|.5|3", [1.0, 0.5, 3.0]),
+        ("float32", "1|2", r"has shape \[2\].*\[3\]"),
+        ("string", "007|sci fi", [b"007", b"sci fi", b""]),
+        ("string", "sci fi|", [b"sci fi", b"", b""]),
+        ("string", "drama", [b"drama", b"", b""]),
+        ("string", "sci fi", r"one item or several.* such as 'sci\|fi' or 'sci fi\|'"),
+    ],
+)
+def test_lists_of_a_csv_file_are_read_as_data_prepare_reads_them(
+    dtype: str, typed: str, read: list[Any] | str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.csv").write_text(f'x\n"{typed}"\n')
+    encoding = "none" if dtype == "string" else "bytes"
+    features = Features([Feature("x", "tensor", dtype, (3,), None, encoding, "Tensor")], "")
+    records = records_of(str(tmp_path / "x.csv"), features, ["x"], {})
+    if isinstance(read, str):
+        with pytest.raises(DataError, match=read):
+            list(records)
+    else:
+        serialized = tf.constant([record for _, record in records])
+        assert features.parse_example(serialized)["x"].numpy().tolist() == [read]
+
+
+@pytest.mark.parametrize(
     ("dtype", "encoding"),
     [("float32", "none"), ("float64", "bytes"), ("float32", "zlib"), ("int32", "bytes")],
 )
