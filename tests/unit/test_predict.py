@@ -21,7 +21,9 @@ from data.prepare.sources import Options
 from data.system.files import DataError
 from data.tfrecord.split import batched_records, open_split
 from tests.commands import run_python
+from trainer.hooks.export import _write
 from trainer.predict.__main__ import _opened, _write_csv
+from trainer.predict.models import open_model
 from trainer.predict.predicting import predict
 from trainer.predict.records import read_npz, records_of
 
@@ -495,6 +497,37 @@ def test_model_with_named_inputs_and_outputs_predicts_all(tmp_path: Path) -> Non
     for name in ("sum", "kind"):
         found = np.array([line["output"][name] for line in lines], np.float32)
         np.testing.assert_allclose(found, wanted[name].numpy(), rtol=0, atol=1e-6)
+
+
+class Joined(keras.Model):
+    """Takes any nest of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(keras.ops.concatenate(tf.nest.flatten(inputs)))
+
+
+@pytest.mark.filterwarnings("ignore:.*Change the tensor name")
+@pytest.mark.parametrize("declares", [True, False])
+@pytest.mark.parametrize(
+    "nest", [(2, 1), [1], {"b": [3, 1], "a": 2, "A": 5}, {"x": 1}, tuple(range(12))]
+)
+def test_saved_model_takes_inputs_in_the_nest_of_the_model(
+    nest: Any, declares: bool, tmp_path: Path
+) -> None:
+    specs = tf.nest.map_structure(lambda _: tf.TensorSpec([None, 1]), nest)
+    values = tf.nest.map_structure(lambda number: tf.constant([[float(number)]]), nest)
+    model = Joined()
+    if declares:
+        inputs = tf.nest.map_structure(lambda _: keras.Input((1,)), nest)
+        model = keras.Model(inputs, model(inputs))
+    wanted = model(values)
+    _write(model, str(tmp_path), specs, has_former=False)
+    found = open_model(str(tmp_path / "saved_model"), None).call(values)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
