@@ -129,13 +129,20 @@ def open_evaluation(
 
 def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split:
     config = recipe.config
-    directory = data_dir(config)
-    open_any = open_good if config.data.on_corrupt == SKIP else open_split
-    split = open_any(directory, name)
-    if is_s3(directory):
+    split = split_of(recipe, data_dir(config), name)
+    if is_s3(data_dir(config)):
         with_copies = of_satellite("data.tfrecord.shard_copies", "with_copies")
         split = with_copies(split, config.data_cache_dir, config.data_cache_bytes)
-    check_record_bytes(split, config.data.max_record_bytes)
+    if copies_all and split.copies is not None:
+        split.copies.complete(split)
+    return split
+
+
+def split_of(recipe: Recipe, directory: str, name: str) -> Split:
+    """Split `name` in `directory`, without damaged records if `recipe` skips them."""
+    open_any = open_good if recipe.config.data.on_corrupt == SKIP else open_split
+    split = open_any(directory, name)
+    check_record_bytes(split, recipe.config.data.max_record_bytes)
     if split.damages:
         log.warning(
             "split %r: %s of %s records cannot be read and are left out; the first: %s",
@@ -144,8 +151,6 @@ def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split
             f"{split.num_skipped + split.num_examples:,}",
             split.damages[0],
         )
-    if copies_all and split.copies is not None:
-        split.copies.complete(split)
     return split
 
 

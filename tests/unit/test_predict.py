@@ -21,6 +21,7 @@ from data.prepare.sources import Options
 from data.system.files import DataError
 from data.tfrecord.split import batched_records, open_split
 from tests.commands import run_python
+from tests.damage import flip_bit
 from trainer.hooks.export import _write
 from trainer.predict.__main__ import _opened, _write_csv
 from trainer.predict.models import open_model
@@ -134,6 +135,23 @@ def test_records_and_folders_of_images_give_the_same_predictions(
     order = [int(Path(line["file"]).stem) for line in lines]
     assert order == [*range(0, NUM, 2), *range(1, NUM, 2)], "sorted by path"
     np.testing.assert_allclose(outputs(lines), wanted[order], rtol=0, atol=1e-6)
+
+
+def test_damaged_records_are_left_out_if_the_run_leaves_them_out(
+    run: trainer.Result, digits: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(digits, tmp_path / "data")
+    (shard,) = data.glob("*-test.tfrecord*")
+    flip_bit(shard, 20)
+    with pytest.raises(DataError, match=r"record 0"):
+        list(predict(run.model_dir, data_dir=str(data), num_examples=2))
+    skips = Path(shutil.copytree(run.model_dir, tmp_path / "run"))
+    document = json.loads((skips / "config.json").read_text())
+    document["config"]["data"]["on_corrupt"] = "skip"
+    (skips / "config.json").write_text(json.dumps(document))
+    without = list(predict(str(skips), data_dir=str(data), num_examples=2))
+    complete = list(predict(run.model_dir, num_examples=3))
+    assert [line["output"] for line in without] == [line["output"] for line in complete[1:]]
 
 
 @pytest.mark.slow

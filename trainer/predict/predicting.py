@@ -27,7 +27,7 @@ from data.tfrecord.split import batched_records, open_split
 from strategies.base import Batch
 from trainer.config import recipe_of_run
 from trainer.exit_codes import first_line
-from trainer.inputs import parse_of
+from trainer.inputs import parse_of, split_of
 from trainer.predict.models import Loaded, open_model
 from trainer.predict.records import TABLES, About, csv_columns, is_records, read_npz, records_of
 from trainer.run_files import RunFiles
@@ -133,7 +133,7 @@ def _source(
         )
     features: Features | None
     labels: list[str] = []
-    describes_classes = True
+    describes_classes, recipe = True, None
     if loaded.run:
         document = RunFiles(loaded.run).read_config()
         recipe = recipe_of_run(document)
@@ -156,7 +156,8 @@ def _source(
                 f"{error} trainer.predict has no such flag: give it the run that was trained so."
             ) from None
     if path is None:
-        batches = readable(batched_records(open_split(directory, split), _BATCH))
+        opened = split_of(recipe, directory, split) if recipe else open_split(directory, split)
+        batches = readable(batched_records(opened, _BATCH))
         records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
     else:  # Without features, `records_of` refuses other files than those of records.
         needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())
