@@ -25,7 +25,7 @@ from tests.damage import flip_bit
 from trainer.hooks.export import _write
 from trainer.predict.__main__ import _opened, _write_csv
 from trainer.predict.models import open_model
-from trainer.predict.predicting import predict
+from trainer.predict.predicting import _are_classes, predict
 from trainer.predict.records import read_npz, records_of
 
 NUM = 12
@@ -198,6 +198,29 @@ def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
         rows = list(csv.DictReader(out))
     assert [float(row["output_1"]) for row in rows] == [line["output"][1] for line in lines]
     assert json.loads(json.dumps(lines)) == lines
+
+
+@pytest.mark.parametrize(
+    ("labels", "are"),
+    [
+        ([1, 0], True),
+        ([1.0, 0.0], False),
+        ([b"a", b"b"], False),
+        ([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], True),
+        ([[0, 1, 0], [1, 0, 0]], True),
+        ([[False, True, False]] * 2, True),
+        ([[0.0, 1.0], [1.0, 0.0]], False),  # There are 3 outputs.
+        ([[0.0, 1.0, 0.0], [1.0, 0.0, 0.5]], False),
+        ([[0.0, 1.0, 1.0]] * 2, False),
+        ([[0.0, 0.0, 0.0]] * 2, False),
+        ([[b"a", b"b", b"c"]] * 2, False),
+    ],
+)
+def test_labels_are_classes_if_they_are_integers_or_one_hot(labels: Any, are: bool) -> None:
+    outputs = np.zeros((2, 3), np.float32)
+    assert _are_classes(tf.constant(labels), outputs) == are
+    for others in (outputs[:, :1], outputs[..., np.newaxis], {"a": outputs}):
+        assert not _are_classes(tf.constant(labels), others)
 
 
 def test_class_without_a_name_is_named_by_its_number(

@@ -74,8 +74,7 @@ def predict(
     while chunk := list(itertools.islice(records, _BATCH)):
         about, serialized = zip(*chunk, strict=True)
         labels, outputs = _computed(loaded, source.parse, list(serialized), model)
-        is_vector = isinstance(labels, tf.Tensor) and labels.shape.rank == 1
-        has_classes = source.has_classes and is_vector and labels.dtype.is_integer
+        has_classes = source.has_classes and _are_classes(labels, outputs)
         for row, known in enumerate(about):
             line: dict[str, Any] = {"example": example, **known}
             if line.pop(_LABEL, labels) is not None and isinstance(labels, tf.Tensor):
@@ -83,8 +82,7 @@ def predict(
                 if isinstance(line[_LABEL], bytes):
                     line[_LABEL] = line[_LABEL].decode(errors="replace")
             output = tf.nest.map_structure(lambda t, row=row: t[row], outputs)
-            is_one = isinstance(output, np.ndarray) and output.ndim == 1
-            if has_classes and is_one and output.size > 1:
+            if has_classes:
                 line["predicted"] = int(output.argmax())
                 if names := source.class_names:
                     number = line["predicted"]
@@ -92,6 +90,21 @@ def predict(
             line["output"] = tf.nest.map_structure(_listed, output)
             yield line
             example += 1
+
+
+def _are_classes(labels: Batch, outputs: Batch) -> bool:
+    """Returns True if labels are classes, integer or one-hot, and outputs a value for each."""
+    is_one = isinstance(labels, tf.Tensor) and isinstance(outputs, np.ndarray)
+    if not is_one or outputs.ndim != 2 or outputs.shape[1] < 2:
+        return False
+    if labels.shape.rank != 2:
+        return bool(labels.shape.rank == 1 and labels.dtype.is_integer)
+    if labels.shape != outputs.shape or labels.dtype == tf.string:
+        return False
+    # Several numbers of an example are labels of this shape, too.
+    values = labels.numpy()
+    is_one_hot = (np.count_nonzero(values, axis=1) == 1) & (values.max(axis=1) == 1)
+    return bool(np.all(is_one_hot))
 
 
 def _computed(
