@@ -216,7 +216,8 @@ def _parse_all(reader: Reader) -> Examples:
     batches = DiskReader(narrow).evaluation_batches(range(1))
     for first, batch in zip(range(0, num_examples, size), batches, strict=True):
         end = min(first + size, num_examples)
-        for values, into in zip(tf.nest.flatten(batch[:2]), tf.nest.flatten(arrays), strict=True):
+        parsed = tf.nest.flatten(batch[: len(specs)])  # The weights of the evaluation follow.
+        for values, into in zip(parsed, tf.nest.flatten(arrays), strict=True):
             into[first:end] = values.numpy()[: end - first]
     with tf.device("CPU:0"):
         examples: Examples = tf.nest.map_structure(_as_tensor, arrays)

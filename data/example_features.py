@@ -194,6 +194,9 @@ def _column(feature: Feature, source: str) -> Column:
     if feature.kind == "image" and feature.dtype not in ("uint8", "uint16"):
         raise refuse(f"is an image of {feature.dtype}; decoded here are uint8 and uint16")
     sizes = tuple(size for size in feature.shape if size is not None)
+    is_stored_as_bytes = feature.kind == "tensor" and feature.encoding != "none"
+    if is_stored_as_bytes and feature.dtype not in (*AS_INT64, *_AS_FLOAT):
+        raise refuse(f"has dtype {feature.dtype!r} in bytes, which is not decoded here")
     if feature.kind in ("image", "text") or feature.encoding == "zlib":
         return Column("bytes")
     if feature.encoding == "bytes":
@@ -243,6 +246,8 @@ def _decode(feature: Feature, raw: "tf.Tensor") -> "tf.Tensor":
     else:
         if feature.encoding == "zlib":
             raw = tf.io.decode_compressed(raw, compression_type="ZLIB")
-        flat = tf.io.decode_raw(raw, dtype)
+        # `decode_raw` has no kernel for uint32.
+        flat = tf.io.decode_raw(raw, tf.int32 if dtype == tf.uint32 else dtype)
+        flat = tf.bitcast(flat, dtype) if dtype == tf.uint32 else flat
     # The number of examples is given, so that a record of double size is not taken for two.
     return tf.reshape(flat, tf.concat([tf.shape(raw)[:1], list(feature.shape)], 0))

@@ -224,7 +224,8 @@ class Reader:
         """
         if self.augment is not None and "seeds" in extras:
             seeds = tf.reshape(extras["seeds"], [-1, 2])
-            parsed = (*autograph(self.augment)(*parsed[:2], seeds), *parsed[2:])
+            augmented = as_tuples(autograph(self.augment)(*parsed[:2], seeds))
+            parsed = (*augmented, *parsed[2:])
 
         def stacked(value: tf.Tensor) -> tf.Tensor:
             inner = value.shape[1:]
@@ -240,6 +241,13 @@ class Reader:
 def takes_seeds(parse: Parse) -> bool:
     """Returns True if `parse` has a parameter `seeds`."""
     return "seeds" in inspect.signature(parse).parameters
+
+
+def as_tuples(nest: Nest) -> Nest:
+    """`nest` with tuples for lists: tf.data makes a single tensor of a list."""
+    if isinstance(nest, dict):
+        return {name: as_tuples(part) for name, part in nest.items()}
+    return tuple(map(as_tuples, nest)) if type(nest) in (list, tuple) else nest
 
 
 def _specs(parse: Parse, *seeds: tf.TensorSpec) -> Nest:

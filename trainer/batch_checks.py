@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from data.reader import as_tuples
 from data.system.compat.autograph import autograph
 from data.system.compat.keras_optimizers import given_rate
 from data.system.files import DataError
@@ -179,7 +180,8 @@ def _check_augment(inputs: Inputs, recipe: Recipe) -> None:
     )
     what = f"augment(inputs, labels, seeds) of {recipe.path}"
     with errors_explained(what):
-        returned = tf.function(reader.augment, input_signature=specs)(*batch[:2], seeds)
+        augment = tf.function(reader.augment, input_signature=specs)
+        returned = as_tuples(augment(*batch[:2], seeds))
     num_examples = reader.order.batch_size
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if is_pair:

@@ -23,7 +23,7 @@ from data.disk_reader import DiskReader
 from data.example_features import read_features
 from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
-from data.reader import Parse, Reader, takes_seeds
+from data.reader import Parse, Reader, as_tuples, takes_seeds
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.extras import of_satellite
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
@@ -53,8 +53,8 @@ _PARSE_HINT = (
 )
 
 _PARTS = ("inputs", "labels", "weights")  # Of what parse returns.
-_MAKE_DENSE = {"SparseTensor": "tf.sparse.to_dense(x)", "RaggedTensor": "x.to_tensor()"}
-_WITH_LENGTH = {
+# Not the length of the longest list: which examples `parse` gets at once depends on the strategy.
+_MAKE_DENSE = {
     "SparseTensor": "tf.RaggedTensor.from_sparse(x).to_tensor(shape=[None, 20])",
     "RaggedTensor": "x.to_tensor(shape=[None, 20])",
 }
@@ -129,13 +129,20 @@ def open_evaluation(
 
 def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split:
     config = recipe.config
-    directory = data_dir(config)
-    open_any = open_good if config.data.on_corrupt == SKIP else open_split
-    split = open_any(directory, name)
-    if is_s3(directory):
+    split = split_of(recipe, data_dir(config), name)
+    if is_s3(data_dir(config)):
         with_copies = of_satellite("data.tfrecord.shard_copies", "with_copies")
         split = with_copies(split, config.data_cache_dir, config.data_cache_bytes)
-    check_record_bytes(split, config.data.max_record_bytes)
+    if copies_all and split.copies is not None:
+        split.copies.complete(split)
+    return split
+
+
+def split_of(recipe: Recipe, directory: str, name: str) -> Split:
+    """Split `name` in `directory`, without damaged records if `recipe` skips them."""
+    open_any = open_good if recipe.config.data.on_corrupt == SKIP else open_split
+    split = open_any(directory, name)
+    check_record_bytes(split, recipe.config.data.max_record_bytes)
     if split.damages:
         log.warning(
             "split %r: %s of %s records cannot be read and are left out; the first: %s",
@@ -144,8 +151,6 @@ def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split
             f"{split.num_skipped + split.num_examples:,}",
             split.damages[0],
         )
-    if copies_all and split.copies is not None:
-        split.copies.complete(split)
     return split
 
 
@@ -204,23 +209,17 @@ def declared_dtypes(model: keras.Model) -> Declared:
 
 
 def _returns_tuples(parse: Parse) -> Parse:
-    """`parse`, with tuples for lists: tf.data makes a single tensor of a list."""
+    """`parse`, with tuples for lists."""
     if isinstance(parse, ExampleParse):
         return parse
 
     def parse_to_tuples(serialized: tf.Tensor) -> Batch:
-        return _as_tuples(autograph(parse)(serialized))
+        return as_tuples(autograph(parse)(serialized))
 
     def parse_with_seeds(serialized: tf.Tensor, seeds: tf.Tensor | None = None) -> Batch:
-        return _as_tuples(autograph(parse)(serialized, seeds=seeds))
+        return as_tuples(autograph(parse)(serialized, seeds=seeds))
 
     return no_autograph(parse_with_seeds if takes_seeds(parse) else parse_to_tuples)
-
-
-def _as_tuples(nest: Batch) -> Batch:
-    if isinstance(nest, dict):
-        return {name: _as_tuples(part) for name, part in nest.items()}
-    return tuple(map(_as_tuples, nest)) if type(nest) in (list, tuple) else nest
 
 
 def prepare_inputs(recipe: Recipe) -> None:
@@ -303,19 +302,50 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
 
 def check_dense(what: str, returned: Batch) -> None:
     """Raises ConfigError if a part of (inputs, labels, ...) is sparse, ragged or no tensor."""
-    for (part, *keys), found in keras.tree.flatten_with_path(returned):
+    for path, found in keras.tree.flatten_with_path(returned):
         if isinstance(found, (tf.Tensor, tf.TensorSpec)):
             continue
-        name = _PARTS[part] + "".join(f"[{key!r}]" for key in keys)
+        name = _part_name(path)
         kind = type(found).__name__.removesuffix("Spec")
         shown = "None" if found is None else f"a {kind}"
         said = f"{what} must return dense tensors, but its {name} are {shown}."
         if kind in _MAKE_DENSE:
             said += (
-                f" Pad it: {_MAKE_DENSE[kind]} (default_value=-1 tells padding from ids). For one "
-                f"length in all batches, here 20: {_WITH_LENGTH[kind]}."
+                f" Pad it to one length, here 20, which cuts longer lists: {_MAKE_DENSE[kind]} "
+                "(default_value=-1 tells padding from ids)."
             )
         raise ConfigError(said)
+
+
+def length_notes(inputs: Inputs, path: str) -> list[str]:
+    """Names the tensors of `parse`, of the config `path`, that have an axis of unknown size.
+
+    If lists are padded to the longest one, their length depends on which examples `parse` gets at
+    once, and this on the strategy. A loss that is a mean over the length then depends on it, too.
+    """
+    found = {
+        _part_name(where): spec
+        for where, spec in keras.tree.flatten_with_path(inputs.train.parsed_specs)
+        if not spec.shape[1:].is_fully_defined()
+    }
+    if not found:
+        return []
+    named = ", ".join(f"{name} of {shape_text(spec)}" for name, spec in found.items())
+    first = next(iter(found.values())).shape
+    inner = [20] if first.rank is None else [size or 20 for size in first[1:]]
+    shape = f"[{', '.join(map(str, [None, *inner]))}]"
+    return [
+        f"parse() of {path} returns {named}. If a size that is None depends on the examples in a "
+        "batch, other strategies train otherwise: they parse other groups of examples. Pad lists "
+        f"to one length, here 20: x.to_tensor(shape={shape}). If the size is always the same, "
+        f"return tf.ensure_shape(x, {shape}) with that size."
+    ]
+
+
+def _part_name(path: Sequence[int | str]) -> str:
+    """The name, for messages, of a tensor in (inputs, labels, ...)."""
+    part, *keys = path
+    return _PARTS[int(part)] + "".join(f"[{key!r}]" for key in keys)
 
 
 def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:

@@ -21,7 +21,7 @@ from trainer.config import Recipe, changed_fields, data_dir
 from trainer.guards.fingerprint import log_keras_settings
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.hooks.export import check_export, export_notes
-from trainer.inputs import Inputs, open_inputs
+from trainer.inputs import Inputs, length_notes, open_inputs
 from trainer.learner import Learner
 from trainer.session import build_session
 
@@ -57,9 +57,9 @@ class Findings:
         if num_ps:
             placement = place(self.groups, num_ps, num_gradient_buffers=num_gradient_buffers)
             lines.append(placement.table())
-        if config.export:
-            notes = export_notes(self.learner.model, self.recipe.path)
-            lines += [f"note: {note}" for note in notes]
+        notes = export_notes(self.learner.model, self.recipe.path) if config.export else []
+        notes += length_notes(self.inputs, self.recipe.path)
+        lines += [f"note: {note}" for note in notes]
         step = self.saved.step if self.saved else 0
         lines.append(f"steps {step + 1:,} to {config.train_steps:,} would be trained")
         if changed := changed_fields(self.saved.config if self.saved else {}, config):

@@ -34,7 +34,7 @@ from trainer.hooks.building import Parts, chief_hooks, shared_hooks
 from trainer.hooks.console import Console
 from trainer.hooks.export import export_notes
 from trainer.hooks.stops import StopIfReplaced
-from trainer.inputs import data_errors_explained
+from trainer.inputs import data_errors_explained, length_notes
 from trainer.run_files import Document, RunFiles, metric_words
 from trainer.run_record.recorder import Recorder
 from trainer.run_record.report_upload import uploading_reports
@@ -122,6 +122,7 @@ def _say_beginning(parts: Parts, console: Console, saved: Saved | None) -> None:
     elif parts.learner.origin:
         console.say(parts.learner.origin)
     notes = export_notes(parts.learner.model, spec.recipe.path) if config.export else []
+    notes += length_notes(inputs, spec.recipe.path)
     for note in [*parts.learner.notes, *notes]:
         console.say(f"note: {note}")
 

@@ -92,7 +92,10 @@ def _described(fault: str, record: bytes, parsed: bytes, reader: Reader) -> str:
             number, kind = _values(others[name])
             said += f" The record before it has {number} value(s) of {kind}: write them alike."
             if kind == _values(features[name])[1]:
-                said += f" Or read it with tf.io.RaggedFeature(tf.{kind}), and pad x.to_tensor()."
+                said += (
+                    f" Or read it with tf.io.RaggedFeature(tf.{kind}), and pad it to one length, "
+                    "here 20: x.to_tensor(shape=[None, 20])."
+                )
         return said
     said = f"has no feature {name!r}. It has: {', '.join(sorted(features)) or 'none'}."
     if name in others and not isinstance(reader.parse, ExampleParse):

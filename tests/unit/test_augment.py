@@ -48,6 +48,17 @@ def test_examples_are_augmented_by_the_seeds_of_the_order_from_anywhere_on_any_r
         assert np.array_equal(ours[1], theirs[1])
 
 
+def test_lists_that_an_augmentation_returns_are_nests(plain: Reader) -> None:
+    def augment_pair(inputs: Any, labels: Any, seeds: Any) -> Any:
+        return [[inputs + 1, {"a": [inputs + 2]}], labels]
+
+    augmented = dataclasses.replace(plain, augment=augment_pair)
+    both = (batches_of(each, 7, LANES) for each in (augmented, plain))
+    for ((one, two), _), (inputs, _) in zip(*both, strict=True):
+        assert np.array_equal(one, inputs + 1)
+        assert np.array_equal(two["a"][0], inputs + 2)
+
+
 def test_tickets_and_shares_of_them_are_augmented_as_batches_are(reader: Reader) -> None:
     batches = np.stack([inputs for inputs, _ in batches_of(reader, 7, LANES)])
     source = DiskTickets(reader)

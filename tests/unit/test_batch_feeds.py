@@ -111,6 +111,19 @@ def test_seeds_and_augmented_examples_are_the_same_from_memory(split: records.Sp
     assert np.array_equal(cached[2], reader.order.seeds(58, sum(CALLS), range(3, 7)))
 
 
+def test_weights_that_parse_returns_are_cached_too(split: records.Split) -> None:
+    def parse_weighted(serialized: Any) -> Any:
+        inputs, labels = make_reader(split).parse(serialized)
+        return inputs, labels, inputs[:, 0] * 3
+
+    reader = dataclasses.replace(make_reader(split), parse=parse_weighted, augment=augment)
+    caching = dataclasses.replace(reader, cache_bytes=CACHE_BYTES + 4 * NUM_EXAMPLES)
+    assert caching.caches_examples
+    read, cached = [Fed(r, 58, range(3, 7)).take(CALLS) for r in (reader, caching)]
+    assert len(cached) == 3, "inputs, labels, weights"
+    assert all(np.array_equal(*both) for both in zip(read, cached, strict=True))
+
+
 def test_examples_are_cached_for_all_feeds_only_if_they_fit(
     split: records.Split, tmp_path: Path
 ) -> None:

@@ -93,7 +93,7 @@ MISTAKES = {
         def parse(serialized):
             return {"a": feature(serialized, tf.io.VarLenFeature(tf.int64))}, labels(serialized)
         """,
-        ("parse(serialized)", "inputs['a'] are a SparseTensor", "tf.sparse.to_dense(x)", "shape="),
+        ("parse(serialized)", "inputs['a'] are a SparseTensor", "from_sparse(x).to_tensor(shape="),
     ),
     "parse that returns a ragged tensor": Mistake(
         """

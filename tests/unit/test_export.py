@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trainer.config import Config, ConfigError, Recipe
 from trainer.exit_codes import EXIT_USAGE
 from trainer.hooks.export import Export, check_export, export_notes
 from trainer.models import build_model
+from trainer.predict.models import open_model
 from trainer.step.options import EmaConfig
 
 # Keras warns of a layer whose own layers are made in `call`.
@@ -209,6 +211,36 @@ def test_signature_has_the_same_names_and_types_at_each_build(
         assert (found, sorted(serve.structured_outputs)) == (inputs, outputs)
 
 
+def test_inputs_may_have_any_names(tmp_path: Path) -> None:
+    """Columns have names that are no arguments in Python, or that are equal as names of ops."""
+    names = ["class", "self", "a-b", "a_b", "a.b", "x", "X", "x_1", "hours per week", "år", "年龄"]
+    names += ["龄年", "None", "1st", "_", ""]
+    specs = {name: tf.TensorSpec([None, 1], tf.float32) for name in names}
+
+    def build() -> keras.Model:
+        inputs = {name: keras.Input((1,), name=name or None) for name in names}
+        return keras.Model(inputs, L.Dense(1)(L.Concatenate()([*inputs.values()])))
+
+    class OfDict(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = L.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.last(keras.ops.concatenate([x[name] for name in names]))
+
+    values = {name: tf.constant([[float(number)]]) for number, name in enumerate(names)}
+    for number, recipe in enumerate((recipe_of(build), recipe_of(OfDict))):
+        hook = exported(recipe, specs, tmp_path / str(number))
+        assert hook.failure == ""
+        found = open_model(str(tmp_path / f"{number}/saved_model"), None).call(values)
+        np.testing.assert_allclose(found, hook.learner.model(values), rtol=1e-5, atol=1e-6)
+        serve = tf.saved_model.load(str(tmp_path / f"{number}/saved_model")).signatures
+        served = serve["serving_default"].structured_input_signature[1]
+        assert len(served) == len(names)
+        assert {"a_b", "hours_per_week", "class_"} <= served.keys()
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
@@ -258,6 +290,9 @@ def test_export_that_fails_leaves_what_was_there_and_says_what_to_do(tmp_path: P
     before = (tmp_path / "model.keras").read_bytes()
     hook = exported(recipe_of(OfOneBatch), FLOATS, tmp_path)
     assert hook.failure_exit_code == EXIT_USAGE
+    assert exported(recipe_of(OfOneBatch), FLOATS, tmp_path / "new").failure == hook.failure
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.keras"]
+    shutil.rmtree(tmp_path / "new")
     for said in ("The export of the model of mine.py fails: ", "--config.export=False"):
         assert said in hook.failure
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.keras", "saved_model"]

@@ -30,6 +30,8 @@ def test_every_supported_feature_is_decoded_as_it_was_written(tmp_path: Path) ->
     rng = np.random.default_rng(0)  # `test_inputs_have_the_dtype_...` has other features.
     spec = {
         "zlib": tfds.features.Tensor(shape=(3,), dtype=np.float32, encoding="zlib"),
+        "wide": tfds.features.Tensor(shape=(2,), dtype=np.uint32, encoding="zlib"),
+        "bytes": tfds.features.Tensor(shape=(2,), dtype=np.uint32, encoding="bytes"),
         "numbers": tfds.features.Tensor(shape=(2, 2), dtype=np.float32),
         "small": tfds.features.Tensor(shape=(3,), dtype=np.uint8),
         "png": tfds.features.Image(shape=(4, 5, 3)),
@@ -39,6 +41,8 @@ def test_every_supported_feature_is_decoded_as_it_was_written(tmp_path: Path) ->
     examples = [
         {
             "zlib": rng.random(3, np.float32),
+            "wide": np.array([2**32 - 1, 7], np.uint32),
+            "bytes": np.array([2**32 - 1, 7], np.uint32),
             "numbers": rng.random((2, 2), np.float32),
             "small": rng.integers(0, 256, 3, np.uint8),
             "png": rng.integers(0, 256, (4, 5, 3), np.uint8),
@@ -51,7 +55,7 @@ def test_every_supported_feature_is_decoded_as_it_was_written(tmp_path: Path) ->
     assert set(features) == {*spec, "nested/label"} - {"nested"}
     assert features["nested/label"].num_classes == 3
     parsed = tf.function(features.parse_example)(serialized)
-    for name in ("zlib", "numbers", "small", "png"):
+    for name in ("zlib", "wide", "bytes", "numbers", "small", "png"):
         expected = np.array([example[name] for example in examples])
         assert parsed[name].dtype.name == features[name].dtype
         assert np.array_equal(parsed[name], expected), name
@@ -219,6 +223,7 @@ def test_raw_bytes_of_the_wrong_size_are_not_taken_for_two_examples(tmp_path: Pa
         ({"a": LABEL, "b": LABEL, "image": IMAGE}, "2 ClassLabels (a, b)"),
         ({"label": LABEL, "a": IMAGE, "b": IMAGE}, "2 images or tensors (a, b)"),
         ({"label": LABEL, "image": tfds.features.Image()}, "shape [None, None, 3]: it varies"),
+        ({"label": LABEL, "x": tensor(np.uint64)}, "has dtype 'uint64' in bytes, which"),
     ],
 )
 def test_what_the_default_cannot_parse_is_told_to_define_parse(

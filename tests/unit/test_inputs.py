@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from data.disk_reader import DiskReader
 from data.system.files import DataError
+from data.tfrecord.examples import example_bytes
 from data.tfrecord.split import Split
 from strategies.base import Tensor
 from tests.damage import flip_bit
@@ -19,7 +20,14 @@ from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.batch_checks import _state_of, check_batches
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
-from trainer.inputs import Inputs, data_errors_explained, num_steps_of, open_inputs
+from trainer.inputs import (
+    Inputs,
+    check_dense,
+    data_errors_explained,
+    length_notes,
+    num_steps_of,
+    open_inputs,
+)
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.optimizers import supported_optimizers
 
@@ -133,6 +141,27 @@ def test_wrong_loss_or_metric_has_a_remedy(inputs: Inputs, function: Any, said: 
         check(inputs, loss=squares, metrics={"mine": function})
 
 
+def test_augmentation_may_return_lists(inputs: Inputs) -> None:
+    def augment(inputs: Tensor, labels: Tensor, seeds: Tensor) -> Any:
+        return [[*inputs], labels]
+
+    class First(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(CLASSES)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x[0])
+
+    parse = inputs.train.parse
+    reader = dataclasses.replace(
+        inputs.train, augment=augment, parse=lambda s: ((parse(s)[0],), parse(s)[1])
+    )
+    recipe = make_recipe(build_model=lambda config: First())
+    learner = build_learner(recipe, (tf.TensorSpec([None, 3]),))
+    check_batches(Inputs(reader, reader), learner, recipe)
+
+
 @pytest.mark.parametrize(
     ("augment", "said"),
     [
@@ -140,7 +169,7 @@ def test_wrong_loss_or_metric_has_a_remedy(inputs: Inputs, function: Any, said: 
         (lambda x, y, seeds: (x[:3], y), r"must return .* 8 here.*\(3, 3\), \(8,\)"),
         (lambda x, y, seeds: (x + tf.zeros([5]), y), "fails: ValueError"),
         (lambda x, y: (x, y), "fails: TypeError"),
-        (lambda x, y, seeds: (x, tf.sparse.from_dense(y)), "labels are a SparseTensor.*to_dense"),
+        (lambda x, y, seeds: (x, tf.sparse.from_dense(y)), "labels are a SparseTensor.*from_spa"),
     ],
     ids=["no labels", "fewer", "raises", "no seeds", "sparse"],
 )
@@ -149,6 +178,45 @@ def test_wrong_augmentation_is_refused(inputs: Inputs, augment: Any, said: str) 
     said = r"augment\(inputs, labels, seeds\) of mine.py (must return dense tensors, .*)?" + said
     with pytest.raises(ConfigError, match=said):
         check(augmented)
+
+
+NUMBERS = [example_bytes({"x": [0] * length, "y": length}) for length in (3, 30, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad", "note"),
+    [
+        (tf.io.VarLenFeature(tf.int64), None, ""),
+        (tf.io.RaggedFeature(tf.int64), None, ""),
+        (tf.io.VarLenFeature(tf.int64), "tf.sparse.to_dense(x)", "int64(None, None)"),
+        (tf.io.RaggedFeature(tf.int64), "x.to_tensor()", "int64(None, None)"),
+        (tf.io.FixedLenFeature([], tf.int64), "tf.numpy_function(abs, [x], tf.int64)", "int64<un"),
+        (tf.io.RaggedFeature(tf.int64), "x.to_tensor()[..., tf.newaxis]", "[None, 20, 1]"),
+        (tf.io.FixedLenFeature([], tf.int64), "x", ""),
+    ],
+)
+def test_advice_on_padding_gives_one_length_in_all_batches(
+    kind: Any, pad: str | None, note: str, inputs: Inputs
+) -> None:
+    """Without `pad`: as the message for a tensor that is not dense advises."""
+    if pad is None:
+        x = tf.io.parse_example(NUMBERS, {"x": kind})["x"]
+        with pytest.raises(ConfigError, match="Pad it to one length") as raised:
+            check_dense("parse(serialized)", ({"a": x}, x))
+        pad = str(raised.value).partition("longer lists: ")[2].partition(" (default")[0]
+        assert eval(pad, {"tf": tf, "x": x}).shape == [3, 20]
+
+    def parse(serialized: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        name = "y" if isinstance(kind, tf.io.FixedLenFeature) else "x"
+        x = tf.io.parse_example(serialized, {name: kind})[name]
+        return {"a": eval(pad, {"tf": tf, "x": x})}, tf.zeros([tf.size(serialized)])
+
+    reader = dataclasses.replace(inputs.train, parse=parse)
+    notes = length_notes(Inputs(reader, reader), "mine.py")
+    assert len(notes) == bool(note)
+    assert note in "".join(notes)
+    if note:
+        assert "returns inputs['a'] of int64" in notes[0]
 
 
 def test_loss_that_only_a_worker_can_run_is_not_run(inputs: Inputs) -> None:

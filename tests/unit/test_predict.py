@@ -21,8 +21,11 @@ from data.prepare.sources import Options
 from data.system.files import DataError
 from data.tfrecord.split import batched_records, open_split
 from tests.commands import run_python
+from tests.damage import flip_bit
+from trainer.hooks.export import _write
 from trainer.predict.__main__ import _opened, _write_csv
-from trainer.predict.predicting import predict
+from trainer.predict.models import open_model
+from trainer.predict.predicting import _are_classes, predict
 from trainer.predict.records import read_npz, records_of
 
 NUM = 12
@@ -134,6 +137,23 @@ def test_records_and_folders_of_images_give_the_same_predictions(
     np.testing.assert_allclose(outputs(lines), wanted[order], rtol=0, atol=1e-6)
 
 
+def test_damaged_records_are_left_out_if_the_run_leaves_them_out(
+    run: trainer.Result, digits: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(digits, tmp_path / "data")
+    (shard,) = data.glob("*-test.tfrecord*")
+    flip_bit(shard, 20)
+    with pytest.raises(DataError, match=r"record 0"):
+        list(predict(run.model_dir, data_dir=str(data), num_examples=2))
+    skips = Path(shutil.copytree(run.model_dir, tmp_path / "run"))
+    document = json.loads((skips / "config.json").read_text())
+    document["config"]["data"]["on_corrupt"] = "skip"
+    (skips / "config.json").write_text(json.dumps(document))
+    without = list(predict(str(skips), data_dir=str(data), num_examples=2))
+    complete = list(predict(run.model_dir, num_examples=3))
+    assert [line["output"] for line in without] == [line["output"] for line in complete[1:]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "inputs",
@@ -178,6 +198,29 @@ def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
         rows = list(csv.DictReader(out))
     assert [float(row["output_1"]) for row in rows] == [line["output"][1] for line in lines]
     assert json.loads(json.dumps(lines)) == lines
+
+
+@pytest.mark.parametrize(
+    ("labels", "are"),
+    [
+        ([1, 0], True),
+        ([1.0, 0.0], False),
+        ([b"a", b"b"], False),
+        ([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], True),
+        ([[0, 1, 0], [1, 0, 0]], True),
+        ([[False, True, False]] * 2, True),
+        ([[0.0, 1.0], [1.0, 0.0]], False),  # There are 3 outputs.
+        ([[0.0, 1.0, 0.0], [1.0, 0.0, 0.5]], False),
+        ([[0.0, 1.0, 1.0]] * 2, False),
+        ([[0.0, 0.0, 0.0]] * 2, False),
+        ([[b"a", b"b", b"c"]] * 2, False),
+    ],
+)
+def test_labels_are_classes_if_they_are_integers_or_one_hot(labels: Any, are: bool) -> None:
+    outputs = np.zeros((2, 3), np.float32)
+    assert _are_classes(tf.constant(labels), outputs) == are
+    for others in (outputs[:, :1], outputs[..., np.newaxis], {"a": outputs}):
+        assert not _are_classes(tf.constant(labels), others)
 
 
 def test_class_without_a_name_is_named_by_its_number(
@@ -390,6 +433,59 @@ def test_labels_of_files_are_numbers_or_names_of_classes(
         assert features.parse_example(serialized)["y"].numpy().tolist() == read
 
 
+@pytest.mark.parametrize(
+    ("dtype", "typed", "read"),
+    [
+        ("int64", "3|17", [3, 17, -1]),
+        ("int64", " 3 17 5 ", [3, 17, 5]),
+        ("int64", "", [-1, -1, -1]),
+        ("int64", "4|x", r"x.csv, line 2: 'x' must be a list of type int64.* 'x' in '4\|x'"),
+        ("int64", "1|2|3|4", "has 4 items, but the longest .* has 3"),
+        ("float32", "1|.5|3", [1.0, 0.5, 3.0]),
+        ("float32", "1|2", r"has shape \[2\].*\[3\]"),
+        ("string", "007|sci fi", [b"007", b"sci fi", b""]),
+        ("string", "sci fi|", [b"sci fi", b"", b""]),
+        ("string", "drama", [b"drama", b"", b""]),
+        ("string", "sci fi", r"one item or several.* such as 'sci\|fi' or 'sci fi\|'"),
+    ],
+)
+def test_lists_of_a_csv_file_are_read_as_data_prepare_reads_them(
+    dtype: str, typed: str, read: list[Any] | str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.csv").write_text(f'x\n"{typed}"\n')
+    encoding = "none" if dtype == "string" else "bytes"
+    features = Features([Feature("x", "tensor", dtype, (3,), None, encoding, "Tensor")], "")
+    records = records_of(str(tmp_path / "x.csv"), features, ["x"], {})
+    if isinstance(read, str):
+        with pytest.raises(DataError, match=read):
+            list(records)
+    else:
+        serialized = tf.constant([record for _, record in records])
+        assert features.parse_example(serialized)["x"].numpy().tolist() == [read]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "encoding"),
+    [("float32", "none"), ("float64", "bytes"), ("float32", "zlib"), ("int32", "bytes")],
+)
+@pytest.mark.parametrize("name", ["x.csv", "x.npz"])
+def test_number_that_is_the_label_may_be_missing(
+    dtype: str, encoding: str, name: str, tmp_path: Path
+) -> None:
+    """Of the only array, which is the only input, the name does not count."""
+    path = tmp_path / name
+    if name == "x.csv":
+        path.write_text("x\n5\n")
+    else:
+        np.savez(path, photos=np.array([5]))
+    x = Feature("x", "tensor", "int64", (), None, "none", "Scalar")
+    features = Features([x, Feature("y", "tensor", dtype, (), None, encoding, "Tensor")], "")
+    ((about, record),) = records_of(str(path), features, ["x", "y"], {"y": {}})
+    assert about == {"label": None}
+    found = features.parse_example(tf.constant([record]))
+    assert (found["x"].numpy().tolist(), found["y"].numpy().tolist()) == ([5], [0])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_files_of_images_are_refused_if_training_had_other_values(
     dtype: str, tmp_path: Path
@@ -442,6 +538,37 @@ def test_model_with_named_inputs_and_outputs_predicts_all(tmp_path: Path) -> Non
     for name in ("sum", "kind"):
         found = np.array([line["output"][name] for line in lines], np.float32)
         np.testing.assert_allclose(found, wanted[name].numpy(), rtol=0, atol=1e-6)
+
+
+class Joined(keras.Model):
+    """Takes any nest of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(keras.ops.concatenate(tf.nest.flatten(inputs)))
+
+
+@pytest.mark.filterwarnings("ignore:.*Change the tensor name")
+@pytest.mark.parametrize("declares", [True, False])
+@pytest.mark.parametrize(
+    "nest", [(2, 1), [1], {"b": [3, 1], "a": 2, "A": 5}, {"x": 1}, tuple(range(12))]
+)
+def test_saved_model_takes_inputs_in_the_nest_of_the_model(
+    nest: Any, declares: bool, tmp_path: Path
+) -> None:
+    specs = tf.nest.map_structure(lambda _: tf.TensorSpec([None, 1]), nest)
+    values = tf.nest.map_structure(lambda number: tf.constant([[float(number)]]), nest)
+    model = Joined()
+    if declares:
+        inputs = tf.nest.map_structure(lambda _: keras.Input((1,)), nest)
+        model = keras.Model(inputs, model(inputs))
+    wanted = model(values)
+    _write(model, str(tmp_path), specs, has_former=False)
+    found = open_model(str(tmp_path / "saved_model"), None).call(values)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ what cannot be done with model.keras. A model that Keras cannot describe has no 
 import concurrent.futures
 import itertools
 import json
+import keyword
 import logging
 import re
 import warnings
@@ -38,8 +39,10 @@ from trainer.models import declared_inputs, has_own_code
 
 log = logging.getLogger(__name__)
 
+_NAMES = ("model.keras", "saved_model")
 # The name that Keras gives to an input without a name.
 _UNNAMED = re.compile(r"keras_tensor(_\d+)?")
+_OP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]*")
 
 
 @dataclass(eq=False)
@@ -47,7 +50,8 @@ class Export(Hook):
     """Writes the model in both formats once, as soon as training is complete.
 
     The end of other hooks may change weights, or fail: it comes later. An error leaves nothing
-    incomplete in the directory, and is the failure of the hook.
+    incomplete in the directory, and is the failure of the hook. If the SavedModel cannot be
+    written, model.keras is, unless it would replace one.
     """
 
     learner: Learner
@@ -82,17 +86,20 @@ class Export(Hook):
         model = self.build_model()
         set_values(model, self.learner)
         try:
+            has_former = any(files.exists(files.join(self.directory, name)) for name in _NAMES)
             if files.is_s3(self.directory):
                 with scratch_dir() as local:
-                    _write(model, local, self.input_specs)
-                    object_store.upload_tree(local, self.directory)
+                    try:
+                        _write(model, local, self.input_specs, has_former=has_former)
+                    finally:
+                        object_store.upload_tree(local, self.directory)
             else:
-                _write(model, self.directory, self.input_specs)
+                _write(model, self.directory, self.input_specs, has_former=has_former)
         except STORAGE_ERRORS as error:
             self.failure = f"{self.directory} could not be written: {first_line(error)}"
 
 
-def _write(model: keras.Model, directory: str, input_specs: Batch) -> None:
+def _write(model: keras.Model, directory: str, input_specs: Batch, *, has_former: bool) -> None:
     partial = files.join(directory, "partial")
     files.remove_tree(partial)  # Of a killed process.
     files.make_dirs(partial)
@@ -100,8 +107,13 @@ def _write(model: keras.Model, directory: str, input_specs: Batch) -> None:
         if not _why_not_described(model):
             model.save(f"{partial}/model.keras")
         signature = _signature(model, input_specs)
-        model.export(f"{partial}/saved_model", verbose=False, input_signature=signature)
-        for name in ("model.keras", "saved_model"):
+        try:
+            model.export(f"{partial}/saved_model", verbose=False, input_signature=signature)
+        except Exception:  # Also of the user's code.
+            if not has_former and files.exists(f"{partial}/model.keras"):
+                files.rename(f"{partial}/model.keras", files.join(directory, "model.keras"))
+            raise
+        for name in _NAMES:
             path = files.join(directory, name)
             if files.is_dir(path):
                 files.remove_tree(path)
@@ -182,9 +194,11 @@ def _signature(model: keras.Model, input_specs: Batch) -> list[Batch]:
 
     They are those that the model declares, or otherwise `input_specs`: Keras would take float32 for
     all inputs of a subclassed model. Inputs in a dict have its keys as names. Other inputs without
-    a name are numbered here: Keras also counts the tensors between them.
+    a name are numbered here: Keras also counts the tensors between them. See `_argument_name` for
+    names that a SavedModel cannot have.
     """
     numbers = itertools.count()
+    taken_names: set[str] = set()
     declared = declared_inputs(model)
     taken = input_specs if declared is None else declared
 
@@ -196,8 +210,27 @@ def _signature(model: keras.Model, input_specs: Batch) -> list[Batch]:
             elif key is None:
                 number = next(numbers)
                 name = f"keras_tensor_{number}" if number else "keras_tensor"
+        if name is not None:
+            name = _argument_name(name, taken_names)
         return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype, name)
 
     if isinstance(taken, Mapping) and not any(map(tf.nest.is_nested, taken.values())):
         return [{key: spec_of(tensor, key) for key, tensor in taken.items()}]
     return [tf.nest.map_structure(spec_of, taken)]
+
+
+def _argument_name(name: str, taken: set[str]) -> str:
+    """`name` if an input of a SavedModel can have it, or a similar one; added to `taken`.
+
+    It becomes the name of an op, in which case does not count, and of an argument in Python.
+    """
+    found = name if _OP_NAME.fullmatch(name) else re.sub(r"\W", "_", name, flags=re.ASCII)
+    if not found[:1].isalnum():
+        found = f"arg_{found}"
+    if keyword.iskeyword(found) or found == "self":
+        found += "_"
+    numbered = (f"{found}_{number}" for number in itertools.count(1))
+    while (plain := re.sub(r"\W", "_", found).lower()) in taken:
+        found = next(numbered)
+    taken.add(plain)
+    return found

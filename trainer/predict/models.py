@@ -95,19 +95,26 @@ def _saved_model(path: str) -> Loaded:
         )
     serve = loaded.signatures["serving_default"]
     specs = serve.structured_input_signature[1]
-    # A signature names each input. Only the endpoint of Keras says if the model takes a dict.
+    # A signature names each input. Only the endpoint of Keras has the structure of the inputs.
     endpoints = getattr(getattr(loaded, "serve", None), "concrete_functions", ())
     taken: Sequence[Any] = endpoints[0].structured_input_signature[0] if endpoints else ()
     is_dict = len(taken) == 1 and isinstance(taken[0], Mapping)
-    if is_dict and not any(map(tf.nest.is_nested, taken[0].values())):
-        specs = taken[0]
+    structure = taken[0] if len(taken) == 1 else specs
+    names = [spec.name for spec in tf.nest.flatten(structure)]
+    if {*names} != {*specs}:  # TensorFlow numbers tensors of nests: args_0, args_0_1.
+        names = sorted(specs, key=lambda name: (len(name), name))
+    if is_dict and _is_flat(structure):
+        specs = structure
 
     def call(inputs: Batch) -> Batch:
-        named = inputs if isinstance(inputs, dict) else dict(zip(specs, [inputs], strict=True))
-        missing = [name for name in specs if name not in named]
-        if missing:
-            raise ConfigError(f"{path} needs the input(s) {', '.join(missing)}.")
-        values = {spec.name: _fitted(named[name], spec) for name, spec in specs.items()}
+        if _is_flat(inputs) or (structure is specs and len(specs) > 1):
+            given = inputs if isinstance(inputs, Mapping) else {}
+            if missing := [name for name in specs if name not in given]:
+                raise ConfigError(f"{path} needs the input(s) {', '.join(missing)}.")
+            values = {spec.name: _fitted(given[name], spec) for name, spec in specs.items()}
+        else:
+            flat = zip(names, tf.nest.flatten(structure), tf.nest.flatten(inputs), strict=True)
+            values = {name: _fitted(value, spec) for name, spec, value in flat}
         outputs = serve(**values)
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
@@ -115,6 +122,11 @@ def _saved_model(path: str) -> Loaded:
     dtypes = {name: spec.dtype.name for name, spec in specs.items()}
     declared = dtypes if is_dict or len(specs) > 1 else next(iter(dtypes.values()))
     return Loaded(call, _run_of(path), declared, [spec.shape[1:] for spec in specs.values()])
+
+
+def _is_flat(inputs: Batch) -> bool:
+    """Returns True if `inputs` are a dict of tensors."""
+    return isinstance(inputs, Mapping) and not any(map(tf.nest.is_nested, inputs.values()))
 
 
 def _fitted(value: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:

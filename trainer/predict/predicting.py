@@ -27,7 +27,7 @@ from data.tfrecord.split import batched_records, open_split
 from strategies.base import Batch
 from trainer.config import recipe_of_run
 from trainer.exit_codes import first_line
-from trainer.inputs import parse_of
+from trainer.inputs import parse_of, split_of
 from trainer.predict.models import Loaded, open_model
 from trainer.predict.records import TABLES, About, csv_columns, is_records, read_npz, records_of
 from trainer.run_files import RunFiles
@@ -74,8 +74,7 @@ def predict(
     while chunk := list(itertools.islice(records, _BATCH)):
         about, serialized = zip(*chunk, strict=True)
         labels, outputs = _computed(loaded, source.parse, list(serialized), model)
-        is_vector = isinstance(labels, tf.Tensor) and labels.shape.rank == 1
-        has_classes = source.has_classes and is_vector and labels.dtype.is_integer
+        has_classes = source.has_classes and _are_classes(labels, outputs)
         for row, known in enumerate(about):
             line: dict[str, Any] = {"example": example, **known}
             if line.pop(_LABEL, labels) is not None and isinstance(labels, tf.Tensor):
@@ -83,8 +82,7 @@ def predict(
                 if isinstance(line[_LABEL], bytes):
                     line[_LABEL] = line[_LABEL].decode(errors="replace")
             output = tf.nest.map_structure(lambda t, row=row: t[row], outputs)
-            is_one = isinstance(output, np.ndarray) and output.ndim == 1
-            if has_classes and is_one and output.size > 1:
+            if has_classes:
                 line["predicted"] = int(output.argmax())
                 if names := source.class_names:
                     number = line["predicted"]
@@ -92,6 +90,21 @@ def predict(
             line["output"] = tf.nest.map_structure(_listed, output)
             yield line
             example += 1
+
+
+def _are_classes(labels: Batch, outputs: Batch) -> bool:
+    """Returns True if labels are classes, integer or one-hot, and outputs a value for each."""
+    is_one = isinstance(labels, tf.Tensor) and isinstance(outputs, np.ndarray)
+    if not is_one or outputs.ndim != 2 or outputs.shape[1] < 2:
+        return False
+    if labels.shape.rank != 2:
+        return bool(labels.shape.rank == 1 and labels.dtype.is_integer)
+    if labels.shape != outputs.shape or labels.dtype == tf.string:
+        return False
+    # Several numbers of an example are labels of this shape, too.
+    values = labels.numpy()
+    is_one_hot = (np.count_nonzero(values, axis=1) == 1) & (values.max(axis=1) == 1)
+    return bool(np.all(is_one_hot))
 
 
 def _computed(
@@ -133,7 +146,7 @@ def _source(
         )
     features: Features | None
     labels: list[str] = []
-    describes_classes = True
+    describes_classes, recipe = True, None
     if loaded.run:
         document = RunFiles(loaded.run).read_config()
         recipe = recipe_of_run(document)
@@ -156,7 +169,8 @@ def _source(
                 f"{error} trainer.predict has no such flag: give it the run that was trained so."
             ) from None
     if path is None:
-        batches = readable(batched_records(open_split(directory, split), _BATCH))
+        opened = split_of(recipe, directory, split) if recipe else open_split(directory, split)
+        batches = readable(batched_records(opened, _BATCH))
         records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
     else:  # Without features, `records_of` refuses other files than those of records.
         needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())

@@ -29,7 +29,7 @@ from data.numerals import CODE, NUMBERS, kind_of
 from data.system.extras import of_satellite
 from data.system.files import DataError, exists, files_below, is_dir, is_url, num_bytes_of, parent
 from data.tfrecord.damage import readable
-from data.tfrecord.examples import Value, example_bytes
+from data.tfrecord.examples import PADDING, Value, example_bytes
 from data.tfrecord.framing import compression_of, read_records, refuse_compressed
 
 TABLES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -71,7 +71,7 @@ def records_of(
             f"{path} cannot be made into records, because the data of the run has no features.json "
             "that says what a record holds. Give a TFRecord file of such records."
         )
-    for where, about, row in rows_of(path, features, needed):
+    for where, about, row in rows_of(path, features, needed, labels):
         values: dict[str, Value] = {}
         has_labels = True
         for name in needed:
@@ -80,7 +80,8 @@ def records_of(
             elif name in row:
                 values[name] = _encoded(features[name], row[name], where)
             elif name in labels:
-                values[name], has_labels = 0, False
+                zeros = np.zeros([size or 0 for size in features[name].shape])
+                values[name], has_labels = _encoded(features[name], zeros, where), False
             else:
                 raise DataError(
                     f"{path} has no {name!r}, which the model reads. It has: {', '.join(row)}. "
@@ -92,18 +93,23 @@ def records_of(
 
 
 def rows_of(
-    path: str, features: Mapping[str, Feature], needed: Collection[str]
+    path: str,
+    features: Mapping[str, Feature],
+    needed: Collection[str],
+    labels: Collection[str] = (),
 ) -> Iterator[tuple[str, About, Mapping[str, Any]]]:  # Any: a number, text, bytes or an array.
     """Yields the place of each example for messages, what is known about it, and its values."""
     if is_dir(path) and not is_url(path):
         yield from _images(path, features, needed)
     elif path.endswith(TABLES):
         lines = of_satellite(_CSV_FILES, "lines")
-        for line, row in lines(path, _layout(path)):  # As `data.prepare csv` reads them.
+        has_lists = any(len(features[name].shape) == 1 for name in needed)
+        # As `data.prepare csv` reads them.
+        for line, row in lines(path, _layout(path, has_lists=has_lists)):
             yield f"{path}, line {line}", {}, row
     elif path.endswith(".npz"):
         arrays = read_npz(path)
-        wanted = [name for name in needed if features[name].kind != "label"]
+        wanted = [name for name in needed if name not in labels]
         others = [name for name in arrays if name not in features]
         if len(wanted) == 1 and wanted[0] not in arrays and len(others) == 1:
             arrays[wanted[0]] = arrays.pop(others[0])  # The only array is the only input.
@@ -154,8 +160,9 @@ def _images(
             yield path, {"file": path}, {names[0]: file.read()}
 
 
-def _layout(path: str) -> Any:  # data.prepare.sources.csv_files.Layout
-    options = of_satellite("data.prepare.sources", "Options")(header=True)
+def _layout(path: str, *, has_lists: bool = False) -> Any:  # data.prepare.sources.csv_files.Layout
+    lists = "" if has_lists else None
+    options = of_satellite("data.prepare.sources", "Options")(header=True, lists=lists)
     try:
         return of_satellite(_CSV_FILES, "layout_of")(path, options)
     except DataError as error:
@@ -197,6 +204,8 @@ def _encoded(feature: Feature, value: Any, where: str) -> Value:
         if number is None:
             raise DataError(f"{where} must be of type {feature.dtype}. Received: {str(value)!r}.")
         value = number
+    elif isinstance(value, str) and len(feature.shape) == 1:
+        value = _listed(value, feature, where)
     if isinstance(value, bytes) and feature.dtype != "uint8":
         raise DataError(
             f"{where} is {feature.dtype} in the training data. How that was made of pixels from 0 "
@@ -218,6 +227,36 @@ def _encoded(feature: Feature, value: Any, where: str) -> Value:
         return listed
     content = stored.tobytes()
     return zlib.compress(content) if feature.encoding == "zlib" else content
+
+
+def _listed(text: str, feature: Feature, where: str) -> list[Any]:  # Numbers, or texts.
+    """The items of a list in a CSV file, filled up as `data.prepare csv --lists` does."""
+    separator = "|" if "|" in text else None
+    items: list[Any] = [item.strip() for item in text.split(separator) if item.strip()]
+    if not feature.is_text:
+        is_float = feature.dtype.startswith(("float", "bfloat"))
+        numbers = [_number(item, is_float=is_float) for item in items]
+        if None in numbers:
+            wrong = items[numbers.index(None)]
+            raise DataError(
+                f"{where} must be a list of type {feature.dtype}, such as 3|17|5. Received: "
+                f"{wrong!r} in {text!r}."
+            )
+        items = numbers
+    elif separator is None and len(items) > 1:  # Training data may have had either.
+        raise DataError(
+            f"{where} has {text!r}, which may be one item or several. Write a | after each item, "
+            f"such as {'|'.join(items)!r} or {text.strip() + '|'!r}."
+        )
+    length = feature.shape[0] or 0
+    if len(items) > length:
+        raise DataError(
+            f"{where} has {len(items)} items, but the longest list of the training data has "
+            f"{length}. Shorten it."
+        )
+    if feature.is_text or feature.dtype == "int64":  # Other lists have one length.
+        items += ["" if feature.is_text else PADDING] * (length - len(items))
+    return items
 
 
 def _number(text: str, *, is_float: bool) -> float | None:
