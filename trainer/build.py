@@ -21,10 +21,10 @@ from trainer.config import Config, ConfigError, Recipe, config_document, flatten
 from trainer.config_file import errors_explained
 from trainer.inputs import Inputs
 from trainer.learner import Learner
-from trainer.models import build_model
+from trainer.models import build_model, declared_outputs
 from trainer.run_files import RunFiles
 from trainer.step.advice import advice
-from trainer.step.keras_losses import KerasLoss, ModelLoss, is_keras, overrides
+from trainer.step.keras_losses import KerasLoss, ModelLoss, is_keras, output_names, overrides
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
 from trainer.step.layer_options import Use, check_layers
 from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
@@ -190,7 +190,7 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
             "nothing decays. Type --config.weight_decay.rate=0.01, for example, or leave it out."
         )
     loss = _loss(recipe, model)
-    functions, keras_metrics = _metrics(recipe, model)
+    functions, keras_metrics = _metrics(recipe, model, declared_outputs(model, input_specs))
     factor = None
     if config.schedule != ScheduleConfig():
         factor = rate_factor(
@@ -359,11 +359,11 @@ def _refuse_loss_weights(recipe: Recipe, loss: str) -> None:
 
 
 def _metrics(
-    recipe: Recipe, model: keras.Model
+    recipe: Recipe, model: keras.Model, outputs: Batch
 ) -> tuple[Mapping[str, PerExample], KerasMetrics | None]:
     """The metrics that are functions of each example, by name, and the metrics of Keras."""
     metrics = _default_metrics(recipe.loss) if recipe.metrics is None else recipe.metrics
-    names = getattr(model, "output_names", None) or ()
+    names = output_names(model, outputs)
     functions, others = split_metrics("metrics", metrics, names)
     unweighted, weighted = split_metrics("weighted_metrics", recipe.weighted_metrics or [], names)
     if unweighted:

@@ -3,6 +3,7 @@
 `compute_loss` of a model is its loss, also with padded batches.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -12,6 +13,9 @@ import tensorflow as tf
 
 from tests.unit.comparing import assert_close
 from tests.unit.replicas import replicas, updater
+from trainer.build import build_learner
+from trainer.config import Config, Recipe
+from trainer.inputs import build_metrics
 from trainer.learner import Learner
 from trainer.step.keras_losses import KerasLoss, ModelLoss
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
@@ -152,6 +156,63 @@ def test_keys_of_a_dict_are_names_unless_they_are_outputs() -> None:
 
 INPUTS = 3
 BATCH = 11
+
+
+def built(model: keras.Model, labels: Any, best_metric: str = "loss", **parts: Any) -> Learner:
+    """The learner of a config file with `parts`, for `labels`, a nest of specs."""
+    config = Config(batch_size=BATCH, best_metric=best_metric)
+    recipe = Recipe("mine.py", config, lambda config: model, **parts)
+    spec = tf.TensorSpec([None, INPUTS], tf.float32)
+    learner = build_learner(recipe, spec)
+    inputs: Any = SimpleNamespace(train=SimpleNamespace(parsed_specs=(spec, labels)))
+    build_metrics(inputs, learner, recipe)
+    return learner
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = {name: keras.layers.Dense(CLASSES) for name in ("kind", "size")}
+
+    def call(self, inputs: Any) -> Any:
+        return {name: head(inputs) for name, head in self.heads.items()}
+
+
+def functional(of_outputs: type) -> keras.Model:
+    inputs = keras.Input((INPUTS,))
+    heads = {name: keras.layers.Dense(CLASSES, name=f"{name}_head") for name in ("kind", "size")}
+    outputs = {name: head(inputs) for name, head in heads.items()}
+    return keras.Model(inputs, outputs if of_outputs is dict else of_outputs(outputs.values()))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (lambda: functional(dict), ("kind", "size")),
+        (lambda: functional(list), ("kind_head", "size_head")),
+        (Subclassed, ("kind", "size")),
+    ],
+    ids=["dict", "list", "subclassed"],
+)
+def test_metrics_by_output_have_the_keys_of_the_outputs(model: Any, names: Any) -> None:
+    labels = dict.fromkeys(names, tf.TensorSpec([None], tf.int64))
+    sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    parts = {"metrics": {names[0]: ["accuracy"]}, "weighted_metrics": {names[1]: "accuracy"}}
+    learner = built(model(), labels, loss=dict.fromkeys(names, sparse), **parts)
+    of_losses = (f"{names[0]}_loss", f"{names[1]}_loss")
+    of_metrics = (f"{names[0]}_accuracy", f"{names[1]}_accuracy")
+    assert learner.objective.metric_names == ("loss", *of_losses, *of_metrics)
+
+
+@pytest.mark.parametrize("loss", ["mse", {"size": "mse"}])
+def test_only_output_may_be_named(loss: Any) -> None:
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="size")(inputs))
+    labels = tf.TensorSpec([None], tf.float32)
+    learner = built(model, labels, loss=loss, metrics={"size": ["mae", "mape"]})
+    assert learner.objective.metric_names == ("loss", "mae", "mape")
+    numbers = tf.zeros([BATCH]), tf.ones([BATCH, 1])
+    assert learner.objective.losses(*numbers).numpy().tolist() == [1] * BATCH
 
 
 def two_outputs() -> keras.Model:

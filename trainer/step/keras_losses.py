@@ -48,14 +48,14 @@ def is_keras(loss: object) -> bool:
 def output_names(model: keras.Model, outputs: Batch) -> list[str]:
     """Returns the names of the `outputs` of `model`, a nest of one level, in Keras' order.
 
-    Keras names an output after the layer that made it. Of equal names, as of a layer that was
-    called twice, the later ones get a number: `head`, `head_1`.
+    Outputs in a dict have its keys. Else Keras names an output after the layer that made it. Of
+    equal names, as of a layer that was called twice, the later ones get a number: `head`, `head_1`.
     """
     if isinstance(outputs, Mapping):
         return sorted(outputs)
-    if not isinstance(outputs, (list, tuple)):
-        return ["output"]
     names = list(getattr(model, "output_names", None) or [])
+    if not isinstance(outputs, (list, tuple)):
+        return names if len(names) == 1 else ["output"]
     if len(names) != len(outputs):
         return [f"output_{i}" for i in range(len(outputs))]
     found: list[str] = []

@@ -210,7 +210,8 @@ def split_metrics(
     """Splits `metrics` of a config file: functions of examples by name, and the rest, for Keras.
 
     The keys of a dict are the names of metrics. But if there are several outputs, and all keys
-    are names of outputs, each entry has the metrics of its output, as in Keras.
+    are names of outputs, each entry has the metrics of its output, as in Keras. So has a list under
+    the name of the only output.
     """
     if isinstance(metrics, (str, keras.metrics.Metric)):
         return {}, [metrics]
@@ -221,8 +222,11 @@ def split_metrics(
             f"{what} is {metrics!r}, but must be a list or a dict of names, keras.metrics objects "
             "and functions of (labels, outputs)."
         )
-    if len(output_names) > 1 and set(metrics) <= set(output_names):
-        return {}, dict(metrics)
+    if set(metrics) <= set(output_names):
+        if len(output_names) > 1:
+            return {}, dict(metrics)
+        if all(isinstance(of_output, (list, tuple)) for of_output in metrics.values()):
+            return {}, [metric for of_output in metrics.values() for metric in of_output]
     functions: dict[str, PerExample] = {}
     others = []
     for name, metric in metrics.items():
