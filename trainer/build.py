@@ -24,10 +24,11 @@ from trainer.learner import Learner
 from trainer.models import build_model, declared_outputs
 from trainer.run_files import RunFiles
 from trainer.step.advice import advice
+from trainer.step.default_metrics import default_metrics
 from trainer.step.keras_losses import KerasLoss, ModelLoss, is_keras, output_names, overrides
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
 from trainer.step.layer_options import Use, check_layers
-from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
+from trainer.step.losses import PerExample, smoothed_crossentropy
 from trainer.step.optimizers import (
     Adopted,
     adopt,
@@ -362,7 +363,9 @@ def _metrics(
     recipe: Recipe, model: keras.Model, outputs: Batch
 ) -> tuple[Mapping[str, PerExample], KerasMetrics | None]:
     """The metrics that are functions of each example, by name, and the metrics of Keras."""
-    metrics = _default_metrics(recipe.loss) if recipe.metrics is None else recipe.metrics
+    metrics = recipe.metrics
+    if metrics is None:
+        metrics = default_metrics(recipe.loss, outputs)
     names = output_names(model, outputs)
     functions, others = split_metrics("metrics", metrics, names)
     unweighted, weighted = split_metrics("weighted_metrics", recipe.weighted_metrics or [], names)
@@ -372,15 +375,6 @@ def _metrics(
             "which get no weights. Give a list: weighted_metrics = [function, ...]."
         )
     return functions, KerasMetrics(others, weighted) if others or weighted else None
-
-
-def _default_metrics(loss: object) -> object:
-    """Accuracy for classes, nothing for numbers."""
-    if not is_keras(loss):
-        return {"accuracy": accuracy}
-    name = getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__)
-    is_of_classes = "crossentropy" in name.lower() or name == "ce"
-    return ["accuracy"] if is_of_classes else []
 
 
 def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:

@@ -197,7 +197,7 @@ def functional(of_outputs: type) -> keras.Model:
 def test_metrics_by_output_have_the_keys_of_the_outputs(model: Any, names: Any) -> None:
     labels = dict.fromkeys(names, tf.TensorSpec([None], tf.int64))
     sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    parts = {"metrics": {names[0]: ["accuracy"]}, "weighted_metrics": {names[1]: "accuracy"}}
+    parts: Any = {"metrics": {names[0]: ["accuracy"]}, "weighted_metrics": {names[1]: "accuracy"}}
     learner = built(model(), labels, loss=dict.fromkeys(names, sparse), **parts)
     of_losses = (f"{names[0]}_loss", f"{names[1]}_loss")
     of_metrics = (f"{names[0]}_accuracy", f"{names[1]}_accuracy")
@@ -213,6 +213,58 @@ def test_only_output_may_be_named(loss: Any) -> None:
     assert learner.objective.metric_names == ("loss", "mae", "mape")
     numbers = tf.zeros([BATCH]), tf.ones([BATCH, 1])
     assert learner.objective.losses(*numbers).numpy().tolist() == [1] * BATCH
+
+
+LOGITS = np.array([[0.2, -1, 2], [-0.3, 0.4, 0.1], [1, 3, -2], [0.1, 0.3, -4]], np.float32)
+DENSE = np.array([[1, 0, 0], [0, 1, 0], [0.2, 0.7, 0.1], [0.6, 0.1, 0.3]], np.float32)
+SPARSE = np.array([[0], [1], [1], [0]])
+KINDS = keras.losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "width", "expected"),
+    [
+        (KINDS.BinaryCrossentropy(from_logits=True), np.array([1, 1, 1, 0]), 1, 0.5),
+        (KINDS.BinaryFocalCrossentropy(from_logits=True), np.array([[1], [1], [0], [0]]), 1, 0.25),
+        ("binary_crossentropy", np.array([0, 0, 1, 1]), 1, 0.75),
+        ("crossentropy", np.array([0.1, 0.4, 0.9, 0.6], np.float32), 1, 0.75),
+        (KINDS.BinaryCrossentropy(), np.array([0.1, 0.4, 0.9, 0.6], np.float32), 1, 0.75),
+        (["binary_crossentropy"], np.array([False, True, True, False]), 1, 0.75),
+        (KINDS.BinaryCrossentropy(from_logits=True), DENSE, 3, 8 / 12),
+        (KINDS.CategoricalCrossentropy(from_logits=True), DENSE, 3, 0.5),
+        ("categorical_focal_crossentropy", DENSE, 3, 0.5),
+        (KINDS.SparseCategoricalCrossentropy(from_logits=True), SPARSE[:, 0], 3, 0.5),
+        ("sparse_categorical_crossentropy", SPARSE, 3, 0.5),
+        ("ce", SPARSE, 3, 0.5),
+        (KINDS.SparseCategoricalCrossentropy(ignore_class=-1), SPARSE, 3, None),
+        (KINDS.BinaryCrossentropy(axis=1), DENSE, 3, None),
+        (KINDS.CategoricalHinge(), DENSE, 3, None),
+        ("mse", DENSE, 3, None),
+    ],
+)
+def test_default_accuracy_suits_the_loss(
+    loss: Any, labels: Any, width: int, expected: float | None
+) -> None:
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(width)(inputs))
+    shapes = {labels.shape[1:], (None,) if labels.ndim == 2 and loss != "ce" else labels.shape[1:]}
+    for shape in shapes:
+        spec = tf.TensorSpec([None, *shape], labels.dtype)
+        objective = built(model, spec, loss=loss).objective
+        assert objective.metric_names == ("loss", "accuracy")[: 1 if expected is None else 2]
+        if expected is None:
+            continue
+        assert objective.keras_metrics is not None
+        outputs = tf.constant(LOGITS[:, :width])
+        totals = objective.keras_metrics.update(tf.constant(labels), outputs).numpy()
+        assert objective.keras_metrics.results(totals)["accuracy"] == pytest.approx(expected)
+
+
+def test_several_outputs_have_no_default_accuracy() -> None:
+    labels = dict.fromkeys(("kind", "size"), tf.TensorSpec([None], tf.int64))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    objective = built(functional(dict), labels, loss=loss).objective
+    assert objective.metric_names == ("loss", "kind_loss", "size_loss")
 
 
 def two_outputs() -> keras.Model:
