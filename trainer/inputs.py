@@ -324,6 +324,15 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     Raises ConfigError if they do not fit, or if config.best_metric names none of the metrics.
     """
     specs, labels, *weights = inputs.train.parsed_specs
+    if is_keras(recipe.loss) or learner.objective.keras_metrics:
+        _require_rank(labels, recipe.path)
+    is_function = "loss" in learner.objective.functions and not is_keras(recipe.loss)
+    if is_function and any(map(tf.nest.is_nested, weights)):
+        raise ConfigError(
+            f"parse() of {recipe.path} returns several weights, but the loss is a function, which "
+            "takes one for each example. Return one tensor; or give a loss by output, "
+            "loss = {'NAME': function, ...}."
+        )
     if recipe.config.class_weight and (weights or tf.nest.is_nested(labels)):
         other = "weights of examples too" if weights else "several labels"
         raise ConfigError(
@@ -343,6 +352,14 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         raise ConfigError(
             f"config.best_metric={recipe.config.best_metric!r} is none of the metrics: "
             f"{', '.join(names)}."
+        )
+
+
+def _require_rank(labels: Batch, path: str) -> None:
+    if any(label.shape.rank is None for label in tf.nest.flatten(labels)):
+        raise ConfigError(
+            f"The number of axes of the labels is not known, but the loss or the metrics of {path} "
+            "need it. Let parse() return tf.ensure_shape(labels, [None]), for example."
         )
 
 

@@ -158,13 +158,16 @@ INPUTS = 3
 BATCH = 11
 
 
-def built(model: keras.Model, labels: Any, best_metric: str = "loss", **parts: Any) -> Learner:
+def built(
+    model: keras.Model, labels: Any, *, weights: Any = None, fields: Any = None, **parts: Any
+) -> Learner:
     """The learner of a config file with `parts`, for `labels`, a nest of specs."""
-    config = Config(batch_size=BATCH, best_metric=best_metric)
+    config = Config(batch_size=BATCH, **(fields or {}))
     recipe = Recipe("mine.py", config, lambda config: model, **parts)
     spec = tf.TensorSpec([None, INPUTS], tf.float32)
     learner = build_learner(recipe, spec)
-    inputs: Any = SimpleNamespace(train=SimpleNamespace(parsed_specs=(spec, labels)))
+    specs = (spec, labels) if weights is None else (spec, labels, weights)
+    inputs: Any = SimpleNamespace(train=SimpleNamespace(parsed_specs=specs))
     build_metrics(inputs, learner, recipe)
     return learner
 
@@ -228,7 +231,7 @@ KINDS = keras.losses
         (KINDS.BinaryFocalCrossentropy(from_logits=True), np.array([[1], [1], [0], [0]]), 1, 0.25),
         ("binary_crossentropy", np.array([0, 0, 1, 1]), 1, 0.75),
         ("crossentropy", np.array([0.1, 0.4, 0.9, 0.6], np.float32), 1, 0.75),
-        (KINDS.BinaryCrossentropy(), np.array([0.1, 0.4, 0.9, 0.6], np.float32), 1, 0.75),
+        (KINDS.BinaryCrossentropy, np.array([0.1, 0.4, 0.9, 0.6], np.float32), 1, 0.75),
         (["binary_crossentropy"], np.array([False, True, True, False]), 1, 0.75),
         (KINDS.BinaryCrossentropy(from_logits=True), DENSE, 3, 8 / 12),
         (KINDS.CategoricalCrossentropy(from_logits=True), DENSE, 3, 0.5),
@@ -372,6 +375,73 @@ def test_mean_is_over_examples_whatever_the_reduction() -> None:
         found = loss(tf.constant(labels), tf.constant(outputs), NAMES)
         np.testing.assert_allclose(found, exact, rtol=1e-5)
         assert bool(loss.notes) is (reduction != "sum_over_batch_size")
+
+
+class ScaledLoss(keras.losses.Loss):
+    """Without get_config(), as many users write it."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self.factor * keras.ops.square(y_true - y_pred)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (ScaledLoss(3.0), 12),
+        (ScaledLoss, 4),
+        ([ScaledLoss], 4),
+        ({"output": lambda labels, outputs: 3 * tf.square(outputs - labels)[:, 0]}, 12),
+    ],
+)
+def test_loss_keeps_its_function_and_its_arguments(loss: Any, expected: float) -> None:
+    found = KerasLoss(loss)(tf.ones([3, 1]), tf.fill([3, 1], 3.0), NAMES)
+    assert found.numpy().tolist() == [expected] * 3
+
+
+@pytest.mark.parametrize("kind", [keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_loss_as_a_metric_is_the_mean_of_examples(kind: Any, is_named: bool) -> None:
+    found = split_metrics("metrics", {"a": kind} if is_named else [kind], NAMES)
+    metrics = KerasMetrics(found[1], [])
+    labels, outputs = np.zeros([3, 1], np.float32), np.array([[0], [0], [3]], np.float32)
+    build(metrics, labels, outputs)
+    parts = [slice(2), slice(2, 3)]
+    totals = [metrics.update(tf.constant(labels[p]), tf.constant(outputs[p])) for p in parts]
+    assert list(metrics.results(np.sum(totals, axis=0)).values()) == [3]
+    assert metrics.names == (("a",) if is_named else ("mean_squared_error",))
+
+
+@pytest.mark.parametrize("labels", [SPARSE, DENSE], ids=["class", "probabilities"])
+def test_accuracy_of_labels_of_unknown_width(labels: Any) -> None:
+    metrics = KerasMetrics(["accuracy"], [])
+    spec = tf.TensorSpec([None, None], labels.dtype)
+    metrics.build(spec, tf.TensorSpec([None, 3], tf.float32), NAMES)
+    update = tf.function(metrics.update, input_signature=[spec, tf.TensorSpec([None, 3])])
+    assert metrics.results(update(labels, LOGITS).numpy()) == {"accuracy": 0.5}
+
+
+UNKNOWN = tf.TensorSpec([None, None], tf.int64)
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "width": (UNKNOWN, {"loss": "ce"}, "which is not known.* Give 'sparse_categorical_cross"),
+    "rank": (tf.TensorSpec(None, tf.int64), {"loss": "mse"}, r"tf.ensure_shape\(labels, \[None\]"),
+    "factors": (UNKNOWN, {"loss": "mse", "loss_weights": {"a": "x"}}, "loss_weights has 'x'"),
+}
+
+
+@pytest.mark.parametrize(("labels", "parts", "said"), REFUSED.values(), ids=REFUSED)
+def test_losses_that_do_not_fit_the_labels_are_refused(labels: Any, parts: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        built(one_output(), labels, **parts)
+
+
+def test_weights_by_output_of_a_function_are_refused() -> None:
+    spec = tf.TensorSpec([None], tf.int64)
+    with pytest.raises(ConfigError, match="several weights, but the loss is a function"):
+        built(one_output(), spec, weights={"a": spec}, loss=lambda labels, outputs: outputs[:, 0])
 
 
 def test_mistakes_in_losses_are_refused() -> None:

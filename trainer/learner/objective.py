@@ -68,8 +68,10 @@ class Objective:
         Raises ConfigError if a metric does not fit them.
         """
         names = output_names(self._model, outputs)
-        if isinstance(self._loss, KerasLoss) and len(names) > 1:
-            self._output_losses = self._loss.outputs_with_loss(names)
+        if isinstance(self._loss, KerasLoss):
+            self._loss.require_widths(labels, outputs, names)
+            if len(names) > 1:
+                self._output_losses = self._loss.outputs_with_loss(names)
         if self.keras_metrics:
             self.keras_metrics.build(labels, outputs, names)
 

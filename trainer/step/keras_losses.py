@@ -11,7 +11,6 @@ are the formulas of Keras' `fit`. A mask of the model multiplies positions by 0 
 by the number of positions that count, too, which differs from batch to batch.
 """
 
-import copy
 import difflib
 import functools
 import inspect
@@ -28,7 +27,7 @@ from data.system.compat.keras_compile import compute_loss, get_loss
 from strategies.base import Batch
 from trainer.step.options import ConfigError
 
-# Any: a name, a keras.Loss, a function of (labels, outputs), or None: no loss for this output.
+# Any: a name, a keras.Loss or its class, a function of (labels, outputs); None: the output has none.
 LossSpec: TypeAlias = Any
 
 _RESOLVED_BY_SHAPE = ("crossentropy", "ce")
@@ -40,9 +39,15 @@ def is_keras_function(value: object) -> bool:
     return inspect.isfunction(value) and value.__module__.partition(".")[0] == "keras"
 
 
+def is_class_of(value: object, *kinds: type) -> bool:
+    """Returns True for a class derived from one of `kinds`: Keras calls it without arguments."""
+    return inspect.isclass(value) and issubclass(value, kinds)
+
+
 def is_keras(loss: object) -> bool:
     """Returns True for a LossSpec that Keras resolves, not a function of a config file."""
-    return isinstance(loss, (str, list, tuple, Mapping, keras.Loss)) or is_keras_function(loss)
+    is_object = isinstance(loss, (str, list, tuple, Mapping, keras.Loss))
+    return is_object or is_class_of(loss, keras.Loss) or is_keras_function(loss)
 
 
 def output_names(model: keras.Model, outputs: Batch) -> list[str]:
@@ -100,6 +105,12 @@ class KerasLoss:
         self._loss = loss
         self._factors = factors
         self.notes = []
+        for factor in tf.nest.flatten(factors):
+            if factor is not None and not isinstance(factor, (int, float)):
+                raise ConfigError(
+                    f"loss_weights has {factor!r}, but must be a number, or a list or dict of "
+                    "numbers by output."
+                )
         for item in keras.tree.flatten(loss):
             if isinstance(item, str) and item not in _RESOLVED_BY_SHAPE:
                 require_name(f"loss={item!r}", item, keras.losses)
@@ -124,6 +135,21 @@ class KerasLoss:
         """Returns those of the outputs `names` that have a loss."""
         losses = listed("loss", self._loss, names)
         return [name for name, loss in zip(names, losses, strict=True) if loss is not None]
+
+    def require_widths(self, labels: Batch, outputs: Batch, names: Sequence[str]) -> None:
+        """Raises ConfigError if Keras cannot tell what a loss means: it looks at the last axes."""
+        of_labels, of_outputs = listed("labels", labels, names), listed("outputs", outputs, names)
+        losses = listed("loss", self._loss, names)
+        for loss, label, output in zip(losses, of_labels, of_outputs, strict=True):
+            if loss not in _RESOLVED_BY_SHAPE or label is None or output.shape[-1] == 1:
+                continue
+            if len(label.shape) == len(output.shape) and label.shape[-1] is None:
+                raise ConfigError(
+                    f"loss={loss!r} depends on the size of the last axis of the labels, which is "
+                    f"not known: shape {label.shape}. Give 'sparse_categorical_crossentropy' for "
+                    "the number of a class, or 'categorical_crossentropy' for a number for each "
+                    "class."
+                )
 
     def by_output(
         self, labels: Batch, outputs: Batch, names: Sequence[str], weights: Batch | None = None
@@ -219,12 +245,20 @@ def class_weights(labels: tf.Tensor, class_weight: Mapping[int, float]) -> tf.Te
     return tf.where(classes < len(table), found, 1.0)
 
 
+def unreduced(loss: keras.Loss) -> keras.Loss:
+    """Returns a copy of `loss` that gives the values of examples.
+
+    copy.copy() makes a loss again from its config, which lacks a user's function or arguments.
+    """
+    made: keras.Loss = object.__new__(type(loss))
+    vars(made).update(vars(loss), reduction="none")
+    return made
+
+
 def _per_example(
     loss: LossSpec, labels: tf.Tensor, outputs: tf.Tensor, weights: tf.Tensor | None
 ) -> tf.Tensor:
-    made = copy.copy(get_loss(loss, labels, outputs))
-    made.reduction = "none"
-    values = weighted(made(labels, outputs), weights)
+    values = weighted(unreduced(get_loss(loss, labels, outputs))(labels, outputs), weights)
     if values.shape.rank < 2:
         return values
     return tf.reduce_mean(values, axis=list(range(1, values.shape.rank)))

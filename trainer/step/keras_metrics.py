@@ -31,11 +31,11 @@ from data.system.compat.keras_layers import select_mask
 from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
-from trainer.step.keras_losses import is_keras_function, require_name
+from trainer.step.keras_losses import is_class_of, is_keras_function, require_name, unreduced
 from trainer.step.losses import PerExample
 from trainer.step.options import ConfigError
 
-# Any: a list, or a dict by output, of names, keras.metrics objects and functions.
+# Any: a list, or a dict by output, of names, keras.metrics objects, their classes and functions.
 MetricSpec: TypeAlias = Any
 
 _TOLERANCE = 1e-4
@@ -79,8 +79,11 @@ class KerasMetrics:
 
     def _build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         examples = tf.nest.map_structure(_zeros, (labels, outputs))
+        specs = self._specs
+        if any(len(s.shape) > 1 and s.shape[-1] is None for s in tf.nest.flatten(labels)):
+            specs = (_of_any_width(specs[0]), _of_any_width(specs[1]))
         try:
-            metrics, weighted_metrics = (_fresh(spec, *examples) for spec in self._specs)
+            metrics, weighted_metrics = (_fresh(spec, *examples) for spec in specs)
             self._metrics = CompileMetrics(
                 metrics, weighted_metrics, output_names=list(output_names)
             )
@@ -186,7 +189,34 @@ def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
         return [_fresh(part, labels, outputs) for part in spec]
     if isinstance(spec, str) and spec not in _RESOLVED_BY_SHAPE:
         require_name(f"metric {spec!r}", spec, keras.metrics)
+    if is_class_of(spec, keras.Loss):
+        spec = spec()
+    if isinstance(spec, keras.Loss):  # With a reduction, a small part would count as a large one.
+        spec = unreduced(spec)
     return _made_again(spec) if isinstance(spec, keras.metrics.Metric) else spec
+
+
+def _of_any_width(spec: MetricSpec) -> MetricSpec:
+    """Returns `spec` with an accuracy that finds what labels are when their width is known."""
+    if isinstance(spec, Renamed):
+        return Renamed(spec.name, _of_any_width(spec.metric))
+    if isinstance(spec, Mapping):
+        return {name: _of_any_width(part) for name, part in spec.items()}
+    if isinstance(spec, (list, tuple)):
+        return [_of_any_width(part) for part in spec]
+    is_resolved = isinstance(spec, str) and spec.lower() in ("accuracy", "acc")
+    return keras.metrics.MeanMetricWrapper(_accuracy, name=spec) if is_resolved else spec
+
+
+def _accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+    """Keras' "accuracy" of labels with one number of a class, or with a number for each class."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.binary_accuracy(labels, outputs)
+    if len(labels.shape) < len(outputs.shape):
+        return keras.metrics.sparse_categorical_accuracy(labels, outputs)
+    first = tf.cast(labels[..., 0], tf.int64)
+    classes = tf.where(tf.equal(tf.shape(labels)[-1], 1), first, tf.argmax(labels, axis=-1))
+    return tf.cast(tf.equal(tf.argmax(outputs, axis=-1), classes), tf.float32)
 
 
 def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
@@ -213,7 +243,7 @@ def split_metrics(
     are names of outputs, each entry has the metrics of its output, as in Keras. So has a list under
     the name of the only output.
     """
-    if isinstance(metrics, (str, keras.metrics.Metric)):
+    if _is_keras_metric(metrics):
         return {}, [metrics]
     if isinstance(metrics, (list, tuple)):
         return {}, list(metrics)
@@ -230,7 +260,7 @@ def split_metrics(
     functions: dict[str, PerExample] = {}
     others = []
     for name, metric in metrics.items():
-        if isinstance(metric, (str, keras.metrics.Metric)) or is_keras_function(metric):
+        if _is_keras_metric(metric):
             others.append(Renamed(name, metric))
         elif callable(metric):
             functions[name] = metric
@@ -241,6 +271,15 @@ def split_metrics(
                 "have lists of metrics."
             )
     return functions, others
+
+
+def _is_keras_metric(metric: object) -> bool:
+    kinds = (keras.metrics.Metric, keras.Loss)
+    return (
+        isinstance(metric, (str, *kinds))
+        or is_class_of(metric, *kinds)
+        or is_keras_function(metric)
+    )
 
 
 def _zeros(spec: Any) -> tf.Tensor:  # A tf.TensorSpec or a keras.KerasTensor.
