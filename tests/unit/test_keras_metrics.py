@@ -3,6 +3,7 @@
 `compute_loss` of a model is its loss, also with padded batches.
 """
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from data.system.compat.metrics_without_variables import metrics_without_variables
 from tests.unit.comparing import assert_close
 from tests.unit.replicas import replicas, updater
 from trainer.build import build_learner
@@ -133,6 +135,41 @@ def test_metric_that_cannot_be_made_again_is_refused() -> None:
     labels, outputs, _ = examples("", 30)
     with pytest.raises(ConfigError, match=r"'scaled' cannot be made again.*get_config\(\)"):
         build(KerasMetrics([Scaled(2.0)], []), labels, outputs)
+
+
+class WithinTolerance(keras.metrics.Mean):
+    """Without get_config(): from_config() gives the default tolerance."""
+
+    def __init__(self, tolerance: float = 0.5, name: str = "within", **kwargs: Any) -> None:
+        super().__init__(name=name)
+        self.tolerance = tolerance
+        self.is_close = kwargs.get("is_close", keras.ops.less)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        super().update_state(self.is_close(keras.ops.abs(y_true - y_pred), self.tolerance))
+
+
+class Described(WithinTolerance):
+    def get_config(self) -> Any:
+        return {**super().get_config(), "tolerance": self.tolerance}
+
+
+def test_metric_keeps_its_arguments_or_is_refused() -> None:
+    labels, outputs = np.zeros([2, 1], np.float32), np.array([[0.3], [0.7]], np.float32)
+    for is_of_file in (True, False):
+        with metrics_without_variables(lambda: None) if is_of_file else contextlib.nullcontext():
+            kept = [WithinTolerance(), WithinTolerance(0.5), Described(0.5), keras.metrics.AUC()]
+        for metric in kept:
+            build(KerasMetrics([metric], []), labels, outputs)
+    metrics = KerasMetrics([Described(0.9)], [])
+    build(metrics, labels, outputs)
+    totals = metrics.update(tf.constant(labels), tf.constant(outputs)).numpy()
+    assert metrics.results(totals) == {"within": 1}
+    lost: Any
+    for lost in ({"tolerance": 0.9}, {"is_close": keras.ops.less_equal}):
+        said = rf"its {next(iter(lost))} would differ. Define get_config\(\) in class Within"
+        with pytest.raises(ConfigError, match=said):
+            build(KerasMetrics([WithinTolerance(**lost)], []), labels, outputs)
 
 
 def test_keys_of_a_dict_are_names_unless_they_are_outputs() -> None:

@@ -27,7 +27,7 @@ from data.system.compat.keras_compile import compute_loss, get_loss
 from strategies.base import Batch
 from trainer.step.options import ConfigError
 
-# Any: a name, a keras.Loss or its class, a function of (labels, outputs); None: the output has none.
+# Any: a name, a keras.Loss or its class, a function of (labels, outputs), or None: without a loss.
 LossSpec: TypeAlias = Any
 
 _RESOLVED_BY_SHAPE = ("crossentropy", "ce")
@@ -36,7 +36,12 @@ _MEANS = ("sum_over_batch_size", "mean")
 
 def is_keras_function(value: object) -> bool:
     """Returns True for a function of Keras, for example keras.losses.mean_squared_error."""
-    return inspect.isfunction(value) and value.__module__.partition(".")[0] == "keras"
+    return inspect.isfunction(value) and is_of_keras(value)
+
+
+def is_of_keras(value: Any) -> bool:  # Any: a class or a function.
+    """Returns True if Keras defines `value`."""
+    return bool(value.__module__.partition(".")[0] == "keras")
 
 
 def is_class_of(value: object, *kinds: type) -> bool:

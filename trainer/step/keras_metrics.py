@@ -13,7 +13,9 @@ functions, as in `fit`.
 """
 
 import concurrent.futures
+import inspect
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -31,7 +33,13 @@ from data.system.compat.keras_layers import select_mask
 from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
-from trainer.step.keras_losses import is_class_of, is_keras_function, require_name, unreduced
+from trainer.step.keras_losses import (
+    is_class_of,
+    is_keras_function,
+    is_of_keras,
+    require_name,
+    unreduced,
+)
 from trainer.step.losses import PerExample
 from trainer.step.options import ConfigError
 
@@ -224,14 +232,44 @@ def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
     kind = type(metric)
     if kind is keras.metrics.MeanMetricWrapper:  # Its config has only functions that Keras knows.
         return copy_of_wrapper(metric)
+    cause: Exception | None = None
     try:
-        return kind.from_config(metric.get_config())
+        made = kind.from_config(metric.get_config())
     except Exception as error:  # A user's class may raise any error.
-        raise ConfigError(
-            f"Metric {metric.name!r} cannot be made again from its config, as each run must: "
-            f"{type(error).__name__}: {first_line(error)}. Define get_config() in class "
-            f"{kind.__name__}: it returns all arguments of __init__."
-        ) from error
+        reason, cause = f"{type(error).__name__}: {first_line(error)}", error
+    else:
+        # Arguments with defaults may be lost without an error.
+        if not (lost := _lost(metric, made)):
+            return made
+        reason = f"its {', '.join(lost)} would differ"
+    raise ConfigError(
+        f"Metric {metric.name!r} cannot be made again from its config, as each run must: {reason}. "
+        f"Define get_config() in class {kind.__name__}: it returns all arguments of __init__."
+    ) from cause
+
+
+def _lost(metric: keras.metrics.Metric, made: keras.metrics.Metric) -> list[str]:
+    """Returns the attributes of a user's `metric` in which `made`, of its config, differs.
+
+    Only numbers, texts and functions are compared: the metric of a file may lack its variables.
+    """
+    kind = type(metric)
+    takes_more = not set(inspect.signature(kind).parameters) <= {"name", "dtype"}
+    if is_of_keras(kind) or not is_of_keras(kind.get_config) or not takes_more:
+        return []
+    of_base, of_made = vars(keras.metrics.Metric()), vars(made)
+    lost = []
+    for name in vars(metric).keys() - of_base.keys():
+        given, found = (keras.tree.flatten(part.get(name)) for part in (vars(metric), of_made))
+        has_value = any(value is not None for value in given)
+        if _are_plain(given) and (has_value or _are_plain(found)) and repr(given) != repr(found):
+            lost.append(name)
+    return sorted(lost)
+
+
+def _are_plain(values: Sequence[object]) -> bool:
+    kinds = (bool, int, float, str, bytes, type(None), np.ndarray, np.generic, FunctionType)
+    return all(isinstance(value, kinds) for value in values)
 
 
 def split_metrics(
