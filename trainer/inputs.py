@@ -324,7 +324,7 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     Raises ConfigError if they do not fit, or if config.best_metric names none of the metrics.
     """
     specs, labels, *weights = inputs.train.parsed_specs
-    if is_keras(recipe.loss) or learner.objective.keras_metrics:
+    if is_keras(recipe.loss) or learner.objective.keras_metrics or recipe.config.class_weight:
         _require_rank(labels, recipe.path)
     is_function = "loss" in learner.objective.functions and not is_keras(recipe.loss)
     if is_function and any(map(tf.nest.is_nested, weights)):
@@ -333,7 +333,11 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             "takes one for each example. Return one tensor; or give a loss by output, "
             "loss = {'NAME': function, ...}."
         )
-    if recipe.config.class_weight and (weights or tf.nest.is_nested(labels)):
+    has_several = tf.nest.is_nested(labels) or labels.shape.rank not in (None, 1, 2)
+    if recipe.config.class_weight and not has_several and len(labels.shape) == 2:
+        outputs = tf.nest.flatten(learner.model.compute_output_spec(keras_tensors(specs)))
+        has_several = len(outputs[0].shape) > 2  # As of a token: the label is of a position.
+    if recipe.config.class_weight and (weights or has_several):
         other = "weights of examples too" if weights else "several labels"
         raise ConfigError(
             f"config.class_weight is for one label an example, but parse() of {recipe.path} "

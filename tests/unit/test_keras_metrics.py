@@ -19,7 +19,7 @@ from trainer.build import build_learner
 from trainer.config import Config, Recipe
 from trainer.inputs import build_metrics
 from trainer.learner import Learner
-from trainer.step.keras_losses import KerasLoss, ModelLoss
+from trainer.step.keras_losses import KerasLoss, ModelLoss, class_weights
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, Options
@@ -473,6 +473,38 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_losses_that_do_not_fit_the_labels_are_refused(labels: Any, parts: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         built(one_output(), labels, **parts)
+
+
+@pytest.mark.parametrize(
+    ("labels", "shape"),
+    [
+        ([0, 1, 2, -1], [None]),
+        ([0.0, 1.0, 2.0, -1.0], [None]),
+        ([[0], [1], [2], [-1]], [None, None]),
+        ([[0], [1], [2], [-1]], [None, 1]),
+        (np.eye(4)[[0, 1, 2, 3]].tolist(), [None, None]),
+        (np.eye(4)[[0, 1, 2, 3]].tolist(), [None, 4]),
+    ],
+)
+def test_class_weights_of_labels_of_any_shape(labels: Any, shape: Any) -> None:
+    constant = tf.constant(labels)
+    spec = tf.TensorSpec(shape, constant.dtype)
+    found = tf.function(lambda y: class_weights(y, {0: 3.0, 1: 2.0}), input_signature=[spec])
+    assert found(constant).numpy().tolist() == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize("num_axes", [2, 3])
+def test_class_weights_of_labels_of_positions_are_refused(num_axes: int) -> None:
+    inputs = keras.Input((INPUTS,))
+    positions = keras.layers.Reshape((5, CLASSES))(keras.layers.Dense(5 * CLASSES)(inputs))
+    spec = tf.TensorSpec([None, 5, CLASSES][:num_axes], tf.int64)
+    with pytest.raises(ConfigError, match=r"one label an example, but .* returns several labels"):
+        built(
+            keras.Model(inputs, positions),
+            spec,
+            fields={"class_weight": {0: 2.0}},
+            loss="sparse_categorical_crossentropy",
+        )
 
 
 def test_weights_by_output_of_a_function_are_refused() -> None:

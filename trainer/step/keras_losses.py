@@ -239,15 +239,15 @@ def class_weights(labels: tf.Tensor, class_weight: Mapping[int, float]) -> tf.Te
 
     labels: int [B] or [B, 1]; or the probability of each class, [B, classes].
     """
-    if labels.shape.rank >= 2:
-        is_one = labels.shape[-1] == 1
-        labels = tf.squeeze(labels, axis=-1) if is_one else tf.argmax(labels, axis=-1)
-    if labels.dtype.is_floating:
-        labels = tf.round(labels)
-    classes = tf.cast(labels, tf.int32)
+    first = labels if labels.shape.rank == 1 else labels[..., 0]
+    classes = tf.cast(tf.round(first) if first.dtype.is_floating else first, tf.int32)
+    if labels.shape.rank > 1 and labels.shape[-1] != 1:  # Only a step may know the size.
+        largest = tf.argmax(labels, axis=-1, output_type=tf.int32)
+        classes = tf.where(tf.equal(tf.shape(labels)[-1], 1), classes, largest)
     table = [class_weight.get(i, 1.0) for i in range(max(class_weight) + 1)]
-    found = tf.gather(tf.constant(table, tf.float32), tf.minimum(classes, len(table) - 1))
-    return tf.where(classes < len(table), found, 1.0)
+    is_listed = tf.logical_and(classes >= 0, classes < len(table))
+    found = tf.gather(tf.constant(table, tf.float32), tf.where(is_listed, classes, 0))
+    return tf.where(is_listed, found, 1.0)
 
 
 def unreduced(loss: keras.Loss) -> keras.Loss:
