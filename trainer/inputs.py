@@ -351,6 +351,9 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         if has_default_accuracy and not _are_classes(labels, outputs):
             learner.objective.leave_out_accuracy()
         learner.objective.build_metrics(labels, outputs)
+    if recipe.config.best_mode != "auto":
+        is_lowest = recipe.config.best_mode == "min"
+        learner.objective.directions[recipe.config.best_metric] = is_lowest
     names = learner.objective.metric_names
     if recipe.config.best_metric not in names:
         raise ConfigError(

@@ -414,6 +414,45 @@ def test_mean_is_over_examples_whatever_the_reduction() -> None:
         assert bool(loss.notes) is (reduction != "sum_over_batch_size")
 
 
+def test_direction_is_that_of_keras_then_of_the_name() -> None:
+    kinds = keras.metrics
+    lower = [
+        *("mse", "FalseNegatives", kinds.FalsePositives([0.2, 0.7], name="alarms")),
+        kinds.MeanSquaredError(name="anything"),
+    ]
+    higher = [
+        kinds.AUC(name="not_mse"),
+        kinds.TruePositives(),
+        kinds.R2Score(name="error_explained"),
+    ]
+    functions = {name: lambda labels, outputs: outputs[:, 0] for name in ("wordError", "perplexed")}
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    parts: Any = {"loss": "mse", "metrics": functions, "weighted_metrics": [*lower, *higher]}
+    objective = built(model, tf.TensorSpec([None, 1], tf.float32), **parts).objective
+    falling = [n for n in objective.metric_names if objective.is_lower_better(n)]
+    of_lower = ["mse", "FalseNegatives", "alarms_0", "alarms_1", "anything"]
+    assert falling == ["loss", "wordError", *of_lower]
+    for mode, is_lowest in (("min", True), ("max", False)):
+        fields = {"best_metric": "mse", "best_mode": mode}
+        objective = built(model, tf.TensorSpec([None, 1]), fields=fields, **parts).objective
+        assert objective.is_lower_better("mse") is is_lowest
+        assert objective.is_lower_better("anything")
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        lambda kinds: ["mae", "mae", kinds.MeanAbsoluteError(name="mae_1")],
+        lambda kinds: [kinds.FalsePositives([0.2, 0.7], name="a"), kinds.AUC(name="a_1")],
+    ],
+)
+def test_metrics_of_one_name_are_refused(metrics: Any) -> None:
+    labels, outputs = np.zeros([2, 1], np.float32), np.ones([2, 1], np.float32)
+    with pytest.raises(ConfigError, match="Two metrics have one name in the reports: "):
+        build(KerasMetrics(metrics(keras.metrics), []), labels, outputs)
+
+
 class ScaledLoss(keras.losses.Loss):
     """Without get_config(), as many users write it."""
 

@@ -63,14 +63,14 @@ class KerasMetrics:
     Attributes:
         size: The number of totals; known after `build`, as the names are.
         names: The names of the results.
-        falling: The names of the metrics that are better the lower they are.
+        are_lower_better: Of the metrics of which Keras knows it, by name.
     """
 
     def __init__(self, metrics: MetricSpec, weighted_metrics: MetricSpec) -> None:
         self._specs = (metrics, weighted_metrics)
         self.size = 0
         self.names: Sequence[str] = ()
-        self.falling: frozenset[str] = frozenset()
+        self.are_lower_better: Mapping[str, bool] = {}
 
     def build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         """Makes the metrics for `labels` and `outputs`, nests of specs.
@@ -108,10 +108,19 @@ class KerasMetrics:
                 f"{shape_advice(labels, outputs) or '.'}"
             ) from error
         self.size = sum(part.size for part in self._initial)
-        self.names = tuple(self.results(np.zeros([self.size])))
-        # With several outputs Keras puts the name of the output before the name of the metric.
-        falling = tuple(m.name for m in self._metrics.metrics if is_lower_better(m))
-        self.falling = frozenset(name for name in self.names if name.endswith(falling))
+        values, made = self._values(np.zeros([self.size])), self._metrics.metrics
+        self.names = tuple(name for each in values.items() for name in _numbered(*each))
+        if len(values) < len(made) or len({*self.names}) < len(self.names):
+            raise ConfigError(
+                f"Two metrics have one name in the reports: {', '.join(m.name for m in made)}. "
+                "Give one of them another name, keras.metrics.AUC(name='NAME') for example."
+            )
+        known = {
+            name: is_lower_better(metric)
+            for each, metric in zip(values.items(), made, strict=True)
+            for name in _numbered(*each)
+        }
+        self.are_lower_better = {name: lower for name, lower in known.items() if lower is not None}
 
     def update(
         self,
@@ -140,6 +149,12 @@ class KerasMetrics:
 
     def results(self, totals: npt.NDArray[np.float64]) -> dict[str, float]:
         """Returns the metrics of summed `totals` by name; NAME_0, NAME_1 ... of a vector."""
+        named: dict[str, float] = {}
+        for name, value in self._values(totals).items():
+            named |= _numbered(name, value)
+        return named
+
+    def _values(self, totals: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
         bounds = np.cumsum([part.size for part in self._initial])[:-1]
         states = [
             tf.constant((part + total.reshape(part.shape)).astype(part.dtype))
@@ -147,14 +162,7 @@ class KerasMetrics:
         ]
         with tf.device("CPU:0"):
             found = self._metrics.stateless_result(states)
-        named: dict[str, float] = {}
-        for name, value in found.items():
-            values = np.asarray(value, np.float64)
-            if not values.ndim:
-                named[name] = float(values)
-            else:
-                named |= {f"{name}_{i}": float(item) for i, item in enumerate(values.ravel())}
-        return named
+        return {name: np.asarray(value, np.float64) for name, value in found.items()}
 
     def require_sums(self, labels: Batch, outputs: Batch) -> None:
         """Raises ConfigError if the state of a metric is not a sum over these examples."""
@@ -182,6 +190,12 @@ class KerasMetrics:
         if not self._specs[1]:
             return None
         return tf.ones([tf.nest.flatten(outputs)[0].shape[0]])
+
+
+def _numbered(name: str, value: npt.NDArray[np.float64]) -> dict[str, float]:
+    if not value.ndim:
+        return {name: float(value)}
+    return {f"{name}_{i}": float(item) for i, item in enumerate(value.ravel())}
 
 
 def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
