@@ -37,6 +37,7 @@ from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
 from trainer.models import keras_tensors
+from trainer.run_files import TAKEN_NAMES
 from trainer.step.keras_losses import is_keras
 from trainer.unparsed_records import message_of, unparsed
 
@@ -355,6 +356,13 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         is_lowest = recipe.config.best_mode == "min"
         learner.objective.directions[recipe.config.best_metric] = is_lowest
     names = learner.objective.metric_names
+    for name in names:
+        if name in TAKEN_NAMES or names.count(name) > 1:
+            other = "another value" if name in TAKEN_NAMES else "another metric"
+            raise ConfigError(
+                f"A metric of {recipe.path} has the name {name!r}, which {other} has in reports. "
+                f"Rename it: a key of the dict of metrics, or name='my_{name}' of a Keras metric."
+            )
     if recipe.config.best_metric not in names:
         raise ConfigError(
             f"config.best_metric={recipe.config.best_metric!r} is none of the metrics: "

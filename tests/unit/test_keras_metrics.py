@@ -453,6 +453,27 @@ def test_metrics_of_one_name_are_refused(metrics: Any) -> None:
         build(KerasMetrics(metrics(keras.metrics), []), labels, outputs)
 
 
+def first_output(labels: Any, outputs: Any) -> Any:
+    return outputs[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"metrics": {"seconds": first_output}}, "'seconds', which another value has"),
+        ({"metrics": {"step": "mae"}}, "'step', which another value has"),
+        ({"metrics": {"loss": first_output}}, "'loss', which another metric has"),
+        ({"metrics": {"mae": first_output}, "weighted_metrics": ["mae"]}, "'mae', which another"),
+        ({"metrics": {"worker_share": "mae"}}, "name='my_worker_share' of a Keras metric"),
+    ],
+)
+def test_metrics_named_as_other_values_of_reports_are_refused(parts: Any, said: str) -> None:
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    with pytest.raises(ConfigError, match=said):
+        built(model, tf.TensorSpec([None, 1], tf.float32), loss="mse", **parts)
+
+
 class ScaledLoss(keras.losses.Loss):
     """Without get_config(), as many users write it."""
 
