@@ -59,7 +59,7 @@ def check_batches(
         for variable, value in state:
             variable.assign(value)
         if recipe.loss is None and "loss" in learner.objective.functions:
-            _check_labels(where, labels, outputs.shape[-1])
+            _check_labels(where, labels, outputs)
         num_examples = tf.nest.flatten(examples)[0].shape[0]
         shapes = tf.nest.map_structure(shape_text, (labels, outputs))
         given = f"labels: {shapes[0]}, outputs: {shapes[1]}{shape_advice(labels, outputs)}"
@@ -231,7 +231,14 @@ def _check_weights(where: str, weights: tf.Tensor, num_examples: int) -> None:
         )
 
 
-def _check_labels(where: str, labels: tf.Tensor, num_classes: int) -> None:
+def _check_labels(where: str, labels: Batch, outputs: Batch) -> None:
+    if tf.nest.is_nested(labels) or tf.nest.is_nested(outputs):
+        shapes = [tf.nest.map_structure(shape_text, part) for part in (labels, outputs)]
+        raise DataError(
+            f"{where} has the labels {shapes[0]} and the outputs {shapes[1]}, but the default loss "
+            "is for one label and one output. Define `loss` in the config file."
+        )
+    num_classes = outputs.shape[-1]
     if labels.dtype.is_floating and labels.shape.rank == 2 and labels.shape[1] == num_classes:
         return  # One-hot, or probabilities.
     if not labels.dtype.is_integer or labels.shape.rank != 1:

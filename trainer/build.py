@@ -29,13 +29,14 @@ from trainer.config_file import errors_explained, reads_of
 from trainer.inputs import Inputs
 from trainer.learner import Learner
 from trainer.learner.variables import is_trainable, tables_of
-from trainer.models import build_model
+from trainer.models import build_model, declared_outputs
 from trainer.run_files import RunFiles
 from trainer.step.advice import advice
-from trainer.step.keras_losses import KerasLoss, ModelLoss, is_keras, overrides
+from trainer.step.default_metrics import default_metrics
+from trainer.step.keras_losses import KerasLoss, ModelLoss, is_keras, output_names, overrides
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
 from trainer.step.layer_options import Use, check_layers
-from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
+from trainer.step.losses import PerExample, smoothed_crossentropy
 from trainer.step.optimizers import (
     Adopted,
     adopt,
@@ -205,7 +206,7 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
             "nothing decays. Type --config.weight_decay.rate=0.01, for example, or leave it out."
         )
     loss = _loss(recipe, model)
-    functions, keras_metrics = _metrics(recipe, model)
+    functions, keras_metrics = _metrics(recipe, model, declared_outputs(model, input_specs))
     factor = None
     if config.schedule != ScheduleConfig():
         factor = rate_factor(
@@ -376,11 +377,13 @@ def _refuse_loss_weights(recipe: Recipe, loss: str) -> None:
 
 
 def _metrics(
-    recipe: Recipe, model: keras.Model
+    recipe: Recipe, model: keras.Model, outputs: Batch
 ) -> tuple[Mapping[str, PerExample], KerasMetrics | None]:
     """The metrics that are functions of each example, by name, and the metrics of Keras."""
-    metrics = _default_metrics(recipe.loss) if recipe.metrics is None else recipe.metrics
-    names = getattr(model, "output_names", None) or ()
+    metrics = recipe.metrics
+    if metrics is None:
+        metrics = default_metrics(recipe.loss, outputs)
+    names = output_names(model, outputs)
     functions, others = split_metrics("metrics", metrics, names)
     unweighted, weighted = split_metrics("weighted_metrics", recipe.weighted_metrics or [], names)
     if unweighted:
@@ -389,15 +392,6 @@ def _metrics(
             "which get no weights. Give a list: weighted_metrics = [function, ...]."
         )
     return functions, KerasMetrics(others, weighted) if others or weighted else None
-
-
-def _default_metrics(loss: object) -> object:
-    """Accuracy for classes, nothing for numbers."""
-    if not is_keras(loss):
-        return {"accuracy": accuracy}
-    name = getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__)
-    is_of_classes = "crossentropy" in name.lower() or name == "ce"
-    return ["accuracy"] if is_of_classes else []
 
 
 def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:

@@ -155,8 +155,10 @@ class RunOptions:
             checkpoint before, and need the checkpoints from the last complete one on.
         recover_from_nan: The number of times in a run that training, after a NaN loss, goes back
             to the last checkpoint, and skips the examples that were consumed since.
-        best_metric: The evaluation metric whose best checkpoint is kept: the lowest for a loss,
-            and for an error of keras.metrics; the highest for others.
+        best_metric: The evaluation metric whose best checkpoint is kept.
+        best_mode: min: the lowest value of best_metric is the best; max: the highest. auto: as
+            Keras knows of its metrics; of others the lowest if a word of the name says a loss,
+            such as error, distance or perplexity, and else the highest.
         histogram_every_steps: TensorBoard histograms of variables and gradients; 0 is never.
         profile_first_step: Where the profiler starts; 0 is never.
         profile_num_steps: The number of steps that it records.
@@ -198,6 +200,7 @@ class RunOptions:
     complete_checkpoint_every: int = at_least(1, 1)
     recover_from_nan: int = at_least(0, 0)
     best_metric: str = "loss"
+    best_mode: str = one_of("auto", "min", "max")
     histogram_every_steps: int = at_least(0, 0)
     profile_first_step: int = at_least(0, 0)
     profile_num_steps: int = at_least(

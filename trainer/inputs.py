@@ -37,6 +37,7 @@ from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
 from trainer.models import keras_tensors
+from trainer.run_files import TAKEN_NAMES
 from trainer.step.keras_losses import is_keras
 from trainer.unparsed_records import message_of, unparsed
 
@@ -354,7 +355,20 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     Raises ConfigError if they do not fit, or if config.best_metric names none of the metrics.
     """
     specs, labels, *weights = inputs.train.parsed_specs
-    if recipe.config.class_weight and (weights or tf.nest.is_nested(labels)):
+    if is_keras(recipe.loss) or learner.objective.keras_metrics or recipe.config.class_weight:
+        _require_rank(labels, recipe.path)
+    is_function = "loss" in learner.objective.functions and not is_keras(recipe.loss)
+    if is_function and any(map(tf.nest.is_nested, weights)):
+        raise ConfigError(
+            f"parse() of {recipe.path} returns several weights, but the loss is a function, which "
+            "takes one for each example. Return one tensor; or give a loss by output, "
+            "loss = {'NAME': function, ...}."
+        )
+    has_several = tf.nest.is_nested(labels) or labels.shape.rank not in (None, 1, 2)
+    if recipe.config.class_weight and not has_several and len(labels.shape) == 2:
+        outputs = tf.nest.flatten(learner.model.compute_output_spec(keras_tensors(specs)))
+        has_several = len(outputs[0].shape) > 2  # As of a token: the label is of a position.
+    if recipe.config.class_weight and (weights or has_several):
         other = "weights of examples too" if weights else "several labels"
         raise ConfigError(
             f"config.class_weight is for one label an example, but parse() of {recipe.path} "
@@ -368,11 +382,29 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         if has_default_accuracy and not _are_classes(labels, outputs):
             learner.objective.leave_out_accuracy()
         learner.objective.build_metrics(labels, outputs)
+    if recipe.config.best_mode != "auto":
+        is_lowest = recipe.config.best_mode == "min"
+        learner.objective.directions[recipe.config.best_metric] = is_lowest
     names = learner.objective.metric_names
+    for name in names:
+        if name in TAKEN_NAMES or names.count(name) > 1:
+            other = "another value" if name in TAKEN_NAMES else "another metric"
+            raise ConfigError(
+                f"A metric of {recipe.path} has the name {name!r}, which {other} has in reports. "
+                f"Rename it: a key of the dict of metrics, or name='my_{name}' of a Keras metric."
+            )
     if recipe.config.best_metric not in names:
         raise ConfigError(
             f"config.best_metric={recipe.config.best_metric!r} is none of the metrics: "
             f"{', '.join(names)}."
+        )
+
+
+def _require_rank(labels: Batch, path: str) -> None:
+    if any(label.shape.rank is None for label in tf.nest.flatten(labels)):
+        raise ConfigError(
+            f"The number of axes of the labels is not known, but the loss or the metrics of {path} "
+            "need it. Let parse() return tf.ensure_shape(labels, [None]), for example."
         )
 
 

@@ -124,6 +124,16 @@ def declared_inputs(model: keras.Model) -> Batch:
     return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
 
 
+def declared_outputs(model: keras.Model, input_specs: Batch = None) -> Batch:
+    """The outputs of `model`, tensors without values; None if they are not known.
+
+    A subclassed model declares none: they follow from its inputs.
+    """
+    if getattr(model, "outputs", None):
+        return model.outputs[0] if isinstance(model, keras.Sequential) else model.output
+    return None if input_specs is None else model.compute_output_spec(keras_tensors(input_specs))
+
+
 def keras_tensors(specs: Batch) -> Batch:
     """Returns tensors without values for `specs`, of any number of examples."""
     return tf.nest.map_structure(

@@ -81,6 +81,13 @@ NO_METRICS = (
 FAILURES = "failures.jsonl"  # In the model directory, or, if that is a URL, under runs/.
 # Of variables, and of the gradients of parts of batches, in reports of training: hooks/digest.py.
 DIGESTS, PART_DIGESTS = "digests", "part_digests"
+# Other values of some reports, of workers and tables by name, and of trainer.evaluate.
+_OF_SOME_RUNS = (
+    *("loss_scale", "skipped_steps", DIGESTS, PART_DIGESTS, "checkpoint", "staleness"),
+    *(f"worker_{name}" for name in ("steps", "examples", "dropped", "repeated", "share")),
+    *(f"table_{name}" for name in ("unique_share", "bytes_per_step", "rows", "new", "evicted")),
+)
+TAKEN_NAMES = frozenset((*NO_METRICS, *_OF_SOME_RUNS))  # No metric may have one of them.
 RESTARTS = "restarts.jsonl"  # In the directory of the tasks' logs.
 MEMBERSHIP = "membership"  # In the model directory.
 _GROUP = re.compile(r"group-(\d{8})\.json")  # In MEMBERSHIP.

@@ -15,7 +15,7 @@ from tests.cluster.configs.linear import build_model
 from tests.cluster.runs import ROOT, events
 from tests.cluster.test_readme import blocks
 from trainer.hooks.tracker_names import reached_over_network
-from trainer.hooks.tracking import Background
+from trainer.hooks.tracking import PROJECT, Background
 
 Continued = Callable[..., trainer.Result]
 
@@ -51,6 +51,28 @@ def test_mlflow_has_one_run_with_config_and_all_reports(
     reported = [(r["step"], r["loss"]) for r in result.history if r["split"] == "train"]
     assert [(metric.step, metric.value) for metric in losses] == reported
     assert [step for step, _ in reported] == [10, 20]
+
+
+def test_mlflow_takes_metrics_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from trainer.hooks.trackers.mlflow import MLflow
+
+    fields = {"strategy": "mirrored", "config": {"weights": {"a@b": 2}}}
+    tracker = MLflow(str(tmp_path), fields, lambda: True)
+    names = ["p@5", "p_5", "loss(a)", "a//b", "../c", "x" * 300, "d:e", "é"]
+    tracker.begin(0)
+    tracker.write(10, "eval", {name: float(i) for i, name in enumerate(names)})
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string=f"name = '{PROJECT}'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    found = {name: value for name, value in run.data.metrics.items() if "x" not in name}
+    accepted = ["p_5", "p_5_", "loss_a_", "a/_/b", "_/c", "d:e", "é"]
+    values = [0, 1, 2, 3, 4, 6, 7]
+    assert found == {f"eval/{name}": i for name, i in zip(accepted, values, strict=True)}
+    assert len(run.data.metrics) == len(names)
+    assert run.data.params == {"weights.a_b": "2"}
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:

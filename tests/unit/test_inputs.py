@@ -237,6 +237,15 @@ def test_labels_are_still_compared_with_the_outputs(inputs: Inputs) -> None:
         check(inputs, build_model=two_classes)
 
 
+def test_default_loss_of_several_outputs_is_refused(inputs: Inputs) -> None:
+    def two_outputs(config: Config) -> keras.Model:
+        x = keras.Input((3,))
+        return keras.Model(x, [keras.layers.Dense(CLASSES)(x) for _ in range(2)])
+
+    with pytest.raises(DataError, match="default loss is for one label and one output"):
+        check(inputs, build_model=two_outputs)
+
+
 @pytest.mark.parametrize("name", ["multioptimizer", "lossscaleoptimizer", "no-such"])
 def test_message_for_an_unknown_optimizer_lists_the_known(name: str) -> None:
     config = Config(batch_size=BATCH, optimizer=name)

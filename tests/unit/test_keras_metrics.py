@@ -3,6 +3,8 @@
 `compute_loss` of a model is its loss, also with padded batches.
 """
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -10,10 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from data.system.compat.metrics_without_variables import metrics_without_variables
 from tests.unit.comparing import assert_close
 from tests.unit.replicas import replicas, updater
+from trainer.build import build_learner
+from trainer.config import Config, Recipe
+from trainer.inputs import build_metrics
 from trainer.learner import Learner
-from trainer.step.keras_losses import KerasLoss, ModelLoss
+from trainer.step.keras_losses import KerasLoss, ModelLoss, class_weights
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, Options
@@ -131,6 +137,41 @@ def test_metric_that_cannot_be_made_again_is_refused() -> None:
         build(KerasMetrics([Scaled(2.0)], []), labels, outputs)
 
 
+class WithinTolerance(keras.metrics.Mean):
+    """Without get_config(): from_config() gives the default tolerance."""
+
+    def __init__(self, tolerance: float = 0.5, name: str = "within", **kwargs: Any) -> None:
+        super().__init__(name=name)
+        self.tolerance = tolerance
+        self.is_close = kwargs.get("is_close", keras.ops.less)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        super().update_state(self.is_close(keras.ops.abs(y_true - y_pred), self.tolerance))
+
+
+class Described(WithinTolerance):
+    def get_config(self) -> Any:
+        return {**super().get_config(), "tolerance": self.tolerance}
+
+
+def test_metric_keeps_its_arguments_or_is_refused() -> None:
+    labels, outputs = np.zeros([2, 1], np.float32), np.array([[0.3], [0.7]], np.float32)
+    for is_of_file in (True, False):
+        with metrics_without_variables(lambda: None) if is_of_file else contextlib.nullcontext():
+            kept = [WithinTolerance(), WithinTolerance(0.5), Described(0.5), keras.metrics.AUC()]
+        for metric in kept:
+            build(KerasMetrics([metric], []), labels, outputs)
+    metrics = KerasMetrics([Described(0.9)], [])
+    build(metrics, labels, outputs)
+    totals = metrics.update(tf.constant(labels), tf.constant(outputs)).numpy()
+    assert metrics.results(totals) == {"within": 1}
+    lost: Any
+    for lost in ({"tolerance": 0.9}, {"is_close": keras.ops.less_equal}):
+        said = rf"its {next(iter(lost))} would differ. Define get_config\(\) in class Within"
+        with pytest.raises(ConfigError, match=said):
+            build(KerasMetrics([WithinTolerance(**lost)], []), labels, outputs)
+
+
 def test_keys_of_a_dict_are_names_unless_they_are_outputs() -> None:
     def hits(labels: Any, outputs: Any) -> Any:
         return tf.cast(tf.equal(tf.argmax(outputs, -1), tf.argmax(labels, -1)), tf.float32)
@@ -152,6 +193,118 @@ def test_keys_of_a_dict_are_names_unless_they_are_outputs() -> None:
 
 INPUTS = 3
 BATCH = 11
+
+
+def built(
+    model: keras.Model, labels: Any, *, weights: Any = None, fields: Any = None, **parts: Any
+) -> Learner:
+    """The learner of a config file with `parts`, for `labels`, a nest of specs."""
+    config = Config(batch_size=BATCH, **(fields or {}))
+    recipe = Recipe("mine.py", config, lambda config: model, **parts)
+    spec = tf.TensorSpec([None, INPUTS], tf.float32)
+    learner = build_learner(recipe, spec)
+    specs = (spec, labels) if weights is None else (spec, labels, weights)
+    inputs: Any = SimpleNamespace(train=SimpleNamespace(parsed_specs=specs))
+    build_metrics(inputs, learner, recipe)
+    return learner
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = {name: keras.layers.Dense(CLASSES) for name in ("kind", "size")}
+
+    def call(self, inputs: Any) -> Any:
+        return {name: head(inputs) for name, head in self.heads.items()}
+
+
+def functional(of_outputs: type) -> keras.Model:
+    inputs = keras.Input((INPUTS,))
+    heads = {name: keras.layers.Dense(CLASSES, name=f"{name}_head") for name in ("kind", "size")}
+    outputs = {name: head(inputs) for name, head in heads.items()}
+    return keras.Model(inputs, outputs if of_outputs is dict else of_outputs(outputs.values()))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (lambda: functional(dict), ("kind", "size")),
+        (lambda: functional(list), ("kind_head", "size_head")),
+        (Subclassed, ("kind", "size")),
+    ],
+    ids=["dict", "list", "subclassed"],
+)
+def test_metrics_by_output_have_the_keys_of_the_outputs(model: Any, names: Any) -> None:
+    labels = dict.fromkeys(names, tf.TensorSpec([None], tf.int64))
+    sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    parts: Any = {"metrics": {names[0]: ["accuracy"]}, "weighted_metrics": {names[1]: "accuracy"}}
+    learner = built(model(), labels, loss=dict.fromkeys(names, sparse), **parts)
+    of_losses = (f"{names[0]}_loss", f"{names[1]}_loss")
+    of_metrics = (f"{names[0]}_accuracy", f"{names[1]}_accuracy")
+    assert learner.objective.metric_names == ("loss", *of_losses, *of_metrics)
+
+
+@pytest.mark.parametrize("loss", ["mse", {"size": "mse"}])
+def test_only_output_may_be_named(loss: Any) -> None:
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="size")(inputs))
+    labels = tf.TensorSpec([None], tf.float32)
+    learner = built(model, labels, loss=loss, metrics={"size": ["mae", "mape"]})
+    assert learner.objective.metric_names == ("loss", "mae", "mape")
+    numbers = tf.zeros([BATCH]), tf.ones([BATCH, 1])
+    assert learner.objective.losses(*numbers).numpy().tolist() == [1] * BATCH
+
+
+LOGITS = np.array([[0.2, -1, 2], [-0.3, 0.4, 0.1], [1, 3, -2], [0.1, 0.3, -4]], np.float32)
+DENSE = np.array([[1, 0, 0], [0, 1, 0], [0.2, 0.7, 0.1], [0.6, 0.1, 0.3]], np.float32)
+SPARSE = np.array([[0], [1], [1], [0]])
+KINDS = keras.losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "width", "expected"),
+    [
+        (KINDS.BinaryCrossentropy(from_logits=True), np.array([1, 1, 1, 0]), 1, 0.5),
+        (KINDS.BinaryFocalCrossentropy(from_logits=True), np.array([[1], [1], [0], [0]]), 1, 0.25),
+        ("binary_crossentropy", np.array([0, 0, 1, 1]), 1, 0.75),
+        ("crossentropy", np.array([0.1, 0.4, 0.9, 0.6], np.float32), 1, 0.75),
+        (KINDS.BinaryCrossentropy, np.array([0.1, 0.4, 0.9, 0.6], np.float32), 1, 0.75),
+        (["binary_crossentropy"], np.array([False, True, True, False]), 1, 0.75),
+        (KINDS.BinaryCrossentropy(from_logits=True), DENSE, 3, 8 / 12),
+        (KINDS.CategoricalCrossentropy(from_logits=True), DENSE, 3, 0.5),
+        ("categorical_focal_crossentropy", DENSE, 3, 0.5),
+        (KINDS.SparseCategoricalCrossentropy(from_logits=True), SPARSE[:, 0], 3, 0.5),
+        ("sparse_categorical_crossentropy", SPARSE, 3, 0.5),
+        ("ce", SPARSE, 3, 0.5),
+        (KINDS.SparseCategoricalCrossentropy(ignore_class=-1), SPARSE, 3, None),
+        (KINDS.BinaryCrossentropy(axis=1), DENSE, 3, None),
+        (KINDS.CategoricalHinge(), DENSE, 3, None),
+        ("mse", DENSE, 3, None),
+    ],
+)
+def test_default_accuracy_suits_the_loss(
+    loss: Any, labels: Any, width: int, expected: float | None
+) -> None:
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(width)(inputs))
+    shapes = {labels.shape[1:], (None,) if labels.ndim == 2 and loss != "ce" else labels.shape[1:]}
+    for shape in shapes:
+        spec = tf.TensorSpec([None, *shape], labels.dtype)
+        objective = built(model, spec, loss=loss).objective
+        assert objective.metric_names == ("loss", "accuracy")[: 1 if expected is None else 2]
+        if expected is None:
+            continue
+        assert objective.keras_metrics is not None
+        outputs = tf.constant(LOGITS[:, :width])
+        totals = objective.keras_metrics.update(tf.constant(labels), outputs).numpy()
+        assert objective.keras_metrics.results(totals)["accuracy"] == pytest.approx(expected)
+
+
+def test_several_outputs_have_no_default_accuracy() -> None:
+    labels = dict.fromkeys(("kind", "size"), tf.TensorSpec([None], tf.int64))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    objective = built(functional(dict), labels, loss=loss).objective
+    assert objective.metric_names == ("loss", "kind_loss", "size_loss")
 
 
 def two_outputs() -> keras.Model:
@@ -259,6 +412,165 @@ def test_mean_is_over_examples_whatever_the_reduction() -> None:
         found = loss(tf.constant(labels), tf.constant(outputs), NAMES)
         np.testing.assert_allclose(found, exact, rtol=1e-5)
         assert bool(loss.notes) is (reduction != "sum_over_batch_size")
+
+
+def test_direction_is_that_of_keras_then_of_the_name() -> None:
+    kinds = keras.metrics
+    lower = [
+        *("mse", "FalseNegatives", kinds.FalsePositives([0.2, 0.7], name="alarms")),
+        kinds.MeanSquaredError(name="anything"),
+    ]
+    higher = [
+        kinds.AUC(name="not_mse"),
+        kinds.TruePositives(),
+        kinds.R2Score(name="error_explained"),
+    ]
+    functions = {name: lambda labels, outputs: outputs[:, 0] for name in ("wordError", "perplexed")}
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    parts: Any = {"loss": "mse", "metrics": functions, "weighted_metrics": [*lower, *higher]}
+    objective = built(model, tf.TensorSpec([None, 1], tf.float32), **parts).objective
+    falling = [n for n in objective.metric_names if objective.is_lower_better(n)]
+    of_lower = ["mse", "FalseNegatives", "alarms_0", "alarms_1", "anything"]
+    assert falling == ["loss", "wordError", *of_lower]
+    for mode, is_lowest in (("min", True), ("max", False)):
+        fields = {"best_metric": "mse", "best_mode": mode}
+        objective = built(model, tf.TensorSpec([None, 1]), fields=fields, **parts).objective
+        assert objective.is_lower_better("mse") is is_lowest
+        assert objective.is_lower_better("anything")
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        lambda kinds: ["mae", "mae", kinds.MeanAbsoluteError(name="mae_1")],
+        lambda kinds: [kinds.FalsePositives([0.2, 0.7], name="a"), kinds.AUC(name="a_1")],
+    ],
+)
+def test_metrics_of_one_name_are_refused(metrics: Any) -> None:
+    labels, outputs = np.zeros([2, 1], np.float32), np.ones([2, 1], np.float32)
+    with pytest.raises(ConfigError, match="Two metrics have one name in the reports: "):
+        build(KerasMetrics(metrics(keras.metrics), []), labels, outputs)
+
+
+def first_output(labels: Any, outputs: Any) -> Any:
+    return outputs[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"metrics": {"seconds": first_output}}, "'seconds', which another value has"),
+        ({"metrics": {"step": "mae"}}, "'step', which another value has"),
+        ({"metrics": {"loss": first_output}}, "'loss', which another metric has"),
+        ({"metrics": {"mae": first_output}, "weighted_metrics": ["mae"]}, "'mae', which another"),
+        ({"metrics": {"worker_share": "mae"}}, "name='my_worker_share' of a Keras metric"),
+    ],
+)
+def test_metrics_named_as_other_values_of_reports_are_refused(parts: Any, said: str) -> None:
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    with pytest.raises(ConfigError, match=said):
+        built(model, tf.TensorSpec([None, 1], tf.float32), loss="mse", **parts)
+
+
+class ScaledLoss(keras.losses.Loss):
+    """Without get_config(), as many users write it."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self.factor * keras.ops.square(y_true - y_pred)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (ScaledLoss(3.0), 12),
+        (ScaledLoss, 4),
+        ([ScaledLoss], 4),
+        ({"output": lambda labels, outputs: 3 * tf.square(outputs - labels)[:, 0]}, 12),
+    ],
+)
+def test_loss_keeps_its_function_and_its_arguments(loss: Any, expected: float) -> None:
+    found = KerasLoss(loss)(tf.ones([3, 1]), tf.fill([3, 1], 3.0), NAMES)
+    assert found.numpy().tolist() == [expected] * 3
+
+
+@pytest.mark.parametrize("kind", [keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_loss_as_a_metric_is_the_mean_of_examples(kind: Any, is_named: bool) -> None:
+    found = split_metrics("metrics", {"a": kind} if is_named else [kind], NAMES)
+    metrics = KerasMetrics(found[1], [])
+    labels, outputs = np.zeros([3, 1], np.float32), np.array([[0], [0], [3]], np.float32)
+    build(metrics, labels, outputs)
+    parts = [slice(2), slice(2, 3)]
+    totals = [metrics.update(tf.constant(labels[p]), tf.constant(outputs[p])) for p in parts]
+    assert list(metrics.results(np.sum(totals, axis=0)).values()) == [3]
+    assert metrics.names == (("a",) if is_named else ("mean_squared_error",))
+
+
+@pytest.mark.parametrize("labels", [SPARSE, DENSE], ids=["class", "probabilities"])
+def test_accuracy_of_labels_of_unknown_width(labels: Any) -> None:
+    metrics = KerasMetrics(["accuracy"], [])
+    spec = tf.TensorSpec([None, None], labels.dtype)
+    metrics.build(spec, tf.TensorSpec([None, 3], tf.float32), NAMES)
+    update = tf.function(metrics.update, input_signature=[spec, tf.TensorSpec([None, 3])])
+    assert metrics.results(update(labels, LOGITS).numpy()) == {"accuracy": 0.5}
+
+
+UNKNOWN = tf.TensorSpec([None, None], tf.int64)
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "width": (UNKNOWN, {"loss": "ce"}, "which is not known.* Give 'sparse_categorical_cross"),
+    "rank": (tf.TensorSpec(None, tf.int64), {"loss": "mse"}, r"tf.ensure_shape\(labels, \[None\]"),
+    "factors": (UNKNOWN, {"loss": "mse", "loss_weights": {"a": "x"}}, "loss_weights has 'x'"),
+}
+
+
+@pytest.mark.parametrize(("labels", "parts", "said"), REFUSED.values(), ids=REFUSED)
+def test_losses_that_do_not_fit_the_labels_are_refused(labels: Any, parts: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        built(one_output(), labels, **parts)
+
+
+@pytest.mark.parametrize(
+    ("labels", "shape"),
+    [
+        ([0, 1, 2, -1], [None]),
+        ([0.0, 1.0, 2.0, -1.0], [None]),
+        ([[0], [1], [2], [-1]], [None, None]),
+        ([[0], [1], [2], [-1]], [None, 1]),
+        (np.eye(4)[[0, 1, 2, 3]].tolist(), [None, None]),
+        (np.eye(4)[[0, 1, 2, 3]].tolist(), [None, 4]),
+    ],
+)
+def test_class_weights_of_labels_of_any_shape(labels: Any, shape: Any) -> None:
+    constant = tf.constant(labels)
+    spec = tf.TensorSpec(shape, constant.dtype)
+    found = tf.function(lambda y: class_weights(y, {0: 3.0, 1: 2.0}), input_signature=[spec])
+    assert found(constant).numpy().tolist() == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize("num_axes", [2, 3])
+def test_class_weights_of_labels_of_positions_are_refused(num_axes: int) -> None:
+    inputs = keras.Input((INPUTS,))
+    positions = keras.layers.Reshape((5, CLASSES))(keras.layers.Dense(5 * CLASSES)(inputs))
+    spec = tf.TensorSpec([None, 5, CLASSES][:num_axes], tf.int64)
+    with pytest.raises(ConfigError, match=r"one label an example, but .* returns several labels"):
+        built(
+            keras.Model(inputs, positions),
+            spec,
+            fields={"class_weight": {0: 2.0}},
+            loss="sparse_categorical_crossentropy",
+        )
+
+
+def test_weights_by_output_of_a_function_are_refused() -> None:
+    spec = tf.TensorSpec([None], tf.int64)
+    with pytest.raises(ConfigError, match="several weights, but the loss is a function"):
+        built(one_output(), spec, weights={"a": spec}, loss=lambda labels, outputs: outputs[:, 0])
 
 
 def test_mistakes_in_losses_are_refused() -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,13 @@ from data.prepare.preparing import prepare
 from data.tfrecord.split import batched_records, open_split
 from tests.commands import run_python
 from trainer.config import ConfigError
-from trainer.report.examples import Classified, _classes, classified, classified_or_reason
+from trainer.report.examples import (
+    Classified,
+    _are_probabilities,
+    _classes,
+    classified,
+    classified_or_reason,
+)
 
 NAMES = [f"the {i}" for i in range(10)]
 
@@ -100,6 +107,18 @@ def test_more_classes_than_are_shown_are_a_reason() -> None:
     with pytest.raises(ConfigError, match="has 1,001 outputs; classes are shown up to 1,000"):
         _classes(tf.zeros([1], tf.int64), tf.zeros([1, 1001]))
     assert _classes(tf.zeros([1], tf.int64), tf.zeros([1, 1000])).tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16])
+@pytest.mark.parametrize("num_classes", [2, 10, 1000])
+def test_probabilities_of_any_precision_are_told_from_logits(dtype: Any, num_classes: int) -> None:
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(100, num_classes))
+    for scale in (0.1, 1, 5):
+        probabilities = tf.nn.softmax(tf.cast(scale * logits, dtype))
+        assert _are_probabilities(probabilities.numpy().astype(np.float64))
+    assert not _are_probabilities(logits)
+    assert not _are_probabilities(abs(logits))
 
 
 def test_error_of_the_model_is_a_reason(run: trainer.Result, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from strategies.metrics import Metrics
 from trainer.learner.variables import ModelVariables
 from trainer.step.keras_losses import KerasLoss, ModelLoss, class_weights, output_names, weighted
 from trainer.step.keras_metrics import KerasMetrics
-from trainer.step.losses import PerExample, metric_totals, require_per_example
+from trainer.step.losses import PerExample, is_cost, metric_totals, require_per_example
 from trainer.step.options import Options, matching
 
 
@@ -33,6 +33,7 @@ class Objective:
 
     Attributes:
         keras_metrics: The metrics that are not functions of one example; None if there are none.
+        directions: Of metrics for which the config says it, by name: True if lower is better.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Objective:
         Raises ConfigError if `options.penalty.variables` matches no variable.
         """
         self.keras_metrics = keras_metrics
+        self.directions: dict[str, bool] = {}
         self._model, self._tables, self._batch_size = variables.model, variables.tables, batch_size
         is_of_keras = isinstance(loss, (KerasLoss, ModelLoss))
         self._loss = loss if is_of_keras else autograph(loss)
@@ -68,8 +70,10 @@ class Objective:
         Raises ConfigError if a metric does not fit them.
         """
         names = output_names(self._model, outputs)
-        if isinstance(self._loss, KerasLoss) and len(names) > 1:
-            self._output_losses = self._loss.outputs_with_loss(names)
+        if isinstance(self._loss, KerasLoss):
+            self._loss.require_widths(labels, outputs, names)
+            if len(names) > 1:
+                self._output_losses = self._loss.outputs_with_loss(names)
         if self.keras_metrics:
             self.keras_metrics.build(labels, outputs, names)
 
@@ -125,9 +129,16 @@ class Objective:
         return Metrics(means, totals[2 * num_pairs :], results, lookups, digests)
 
     def is_lower_better(self, metric: str) -> bool:
-        """Returns True for losses and errors, False for accuracies, for example."""
-        falling = self.keras_metrics.falling if self.keras_metrics else ()
-        return metric in self._loss_names or metric in falling
+        """Returns True for losses and errors, False for accuracies, for example.
+
+        `directions` comes before what Keras knows, and that before the words in the name.
+        """
+        known = self.keras_metrics.are_lower_better if self.keras_metrics else {}
+        if metric in (
+            said := {**dict.fromkeys(self._loss_names, True), **known, **self.directions}
+        ):
+            return said[metric]
+        return is_cost(metric)
 
     def weights_of(self, labels: Batch, weights: Batch | None) -> Batch | None:
         """Returns the weights of the examples in training: `weights`, or those of their classes."""

@@ -11,7 +11,6 @@ are the formulas of Keras' `fit`. A mask of the model multiplies positions by 0 
 by the number of positions that count, too, which differs from batch to batch.
 """
 
-import copy
 import difflib
 import functools
 import inspect
@@ -28,7 +27,7 @@ from data.system.compat.keras_compile import compute_loss, get_loss
 from strategies.base import Batch
 from trainer.step.options import ConfigError
 
-# Any: a name, a keras.Loss, a function of (labels, outputs), or None: no loss for this output.
+# Any: a name, a keras.Loss or its class, a function of (labels, outputs), or None: without a loss.
 LossSpec: TypeAlias = Any
 
 _RESOLVED_BY_SHAPE = ("crossentropy", "ce")
@@ -37,25 +36,36 @@ _MEANS = ("sum_over_batch_size", "mean")
 
 def is_keras_function(value: object) -> bool:
     """Returns True for a function of Keras, for example keras.losses.mean_squared_error."""
-    return inspect.isfunction(value) and value.__module__.partition(".")[0] == "keras"
+    return inspect.isfunction(value) and is_of_keras(value)
+
+
+def is_of_keras(value: Any) -> bool:  # Any: a class or a function.
+    """Returns True if Keras defines `value`."""
+    return bool(value.__module__.partition(".")[0] == "keras")
+
+
+def is_class_of(value: object, *kinds: type) -> bool:
+    """Returns True for a class derived from one of `kinds`: Keras calls it without arguments."""
+    return inspect.isclass(value) and issubclass(value, kinds)
 
 
 def is_keras(loss: object) -> bool:
     """Returns True for a LossSpec that Keras resolves, not a function of a config file."""
-    return isinstance(loss, (str, list, tuple, Mapping, keras.Loss)) or is_keras_function(loss)
+    is_object = isinstance(loss, (str, list, tuple, Mapping, keras.Loss))
+    return is_object or is_class_of(loss, keras.Loss) or is_keras_function(loss)
 
 
 def output_names(model: keras.Model, outputs: Batch) -> list[str]:
     """Returns the names of the `outputs` of `model`, a nest of one level, in Keras' order.
 
-    Keras names an output after the layer that made it. Of equal names, as of a layer that was
-    called twice, the later ones get a number: `head`, `head_1`.
+    Outputs in a dict have its keys. Else Keras names an output after the layer that made it. Of
+    equal names, as of a layer that was called twice, the later ones get a number: `head`, `head_1`.
     """
     if isinstance(outputs, Mapping):
         return sorted(outputs)
-    if not isinstance(outputs, (list, tuple)):
-        return ["output"]
     names = list(getattr(model, "output_names", None) or [])
+    if not isinstance(outputs, (list, tuple)):
+        return names if len(names) == 1 else ["output"]
     if len(names) != len(outputs):
         return [f"output_{i}" for i in range(len(outputs))]
     found: list[str] = []
@@ -100,6 +110,12 @@ class KerasLoss:
         self._loss = loss
         self._factors = factors
         self.notes = []
+        for factor in tf.nest.flatten(factors):
+            if factor is not None and not isinstance(factor, (int, float)):
+                raise ConfigError(
+                    f"loss_weights has {factor!r}, but must be a number, or a list or dict of "
+                    "numbers by output."
+                )
         for item in keras.tree.flatten(loss):
             if isinstance(item, str) and item not in _RESOLVED_BY_SHAPE:
                 require_name(f"loss={item!r}", item, keras.losses)
@@ -124,6 +140,21 @@ class KerasLoss:
         """Returns those of the outputs `names` that have a loss."""
         losses = listed("loss", self._loss, names)
         return [name for name, loss in zip(names, losses, strict=True) if loss is not None]
+
+    def require_widths(self, labels: Batch, outputs: Batch, names: Sequence[str]) -> None:
+        """Raises ConfigError if Keras cannot tell what a loss means: it looks at the last axes."""
+        of_labels, of_outputs = listed("labels", labels, names), listed("outputs", outputs, names)
+        losses = listed("loss", self._loss, names)
+        for loss, label, output in zip(losses, of_labels, of_outputs, strict=True):
+            if loss not in _RESOLVED_BY_SHAPE or label is None or output.shape[-1] == 1:
+                continue
+            if len(label.shape) == len(output.shape) and label.shape[-1] is None:
+                raise ConfigError(
+                    f"loss={loss!r} depends on the size of the last axis of the labels, which is "
+                    f"not known: shape {label.shape}. Give 'sparse_categorical_crossentropy' for "
+                    "the number of a class, or 'categorical_crossentropy' for a number for each "
+                    "class."
+                )
 
     def by_output(
         self, labels: Batch, outputs: Batch, names: Sequence[str], weights: Batch | None = None
@@ -208,23 +239,31 @@ def class_weights(labels: tf.Tensor, class_weight: Mapping[int, float]) -> tf.Te
 
     labels: int [B] or [B, 1]; or the probability of each class, [B, classes].
     """
-    if labels.shape.rank >= 2:
-        is_one = labels.shape[-1] == 1
-        labels = tf.squeeze(labels, axis=-1) if is_one else tf.argmax(labels, axis=-1)
-    if labels.dtype.is_floating:
-        labels = tf.round(labels)
-    classes = tf.cast(labels, tf.int32)
+    first = labels if labels.shape.rank == 1 else labels[..., 0]
+    classes = tf.cast(tf.round(first) if first.dtype.is_floating else first, tf.int32)
+    if labels.shape.rank > 1 and labels.shape[-1] != 1:  # Only a step may know the size.
+        largest = tf.argmax(labels, axis=-1, output_type=tf.int32)
+        classes = tf.where(tf.equal(tf.shape(labels)[-1], 1), classes, largest)
     table = [class_weight.get(i, 1.0) for i in range(max(class_weight) + 1)]
-    found = tf.gather(tf.constant(table, tf.float32), tf.minimum(classes, len(table) - 1))
-    return tf.where(classes < len(table), found, 1.0)
+    is_listed = tf.logical_and(classes >= 0, classes < len(table))
+    found = tf.gather(tf.constant(table, tf.float32), tf.where(is_listed, classes, 0))
+    return tf.where(is_listed, found, 1.0)
+
+
+def unreduced(loss: keras.Loss) -> keras.Loss:
+    """Returns a copy of `loss` that gives the values of examples.
+
+    copy.copy() makes a loss again from its config, which lacks a user's function or arguments.
+    """
+    made: keras.Loss = object.__new__(type(loss))
+    vars(made).update(vars(loss), reduction="none")
+    return made
 
 
 def _per_example(
     loss: LossSpec, labels: tf.Tensor, outputs: tf.Tensor, weights: tf.Tensor | None
 ) -> tf.Tensor:
-    made = copy.copy(get_loss(loss, labels, outputs))
-    made.reduction = "none"
-    values = weighted(made(labels, outputs), weights)
+    values = weighted(unreduced(get_loss(loss, labels, outputs))(labels, outputs), weights)
     if values.shape.rank < 2:
         return values
     return tf.reduce_mean(values, axis=list(range(1, values.shape.rank)))

@@ -13,7 +13,9 @@ functions, as in `fit`.
 """
 
 import concurrent.futures
+import inspect
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -31,11 +33,17 @@ from data.system.compat.keras_layers import select_mask
 from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
-from trainer.step.keras_losses import is_keras_function, require_name
+from trainer.step.keras_losses import (
+    is_class_of,
+    is_keras_function,
+    is_of_keras,
+    require_name,
+    unreduced,
+)
 from trainer.step.losses import PerExample
 from trainer.step.options import ConfigError
 
-# Any: a list, or a dict by output, of names, keras.metrics objects and functions.
+# Any: a list, or a dict by output, of names, keras.metrics objects, their classes and functions.
 MetricSpec: TypeAlias = Any
 
 _TOLERANCE = 1e-4
@@ -55,14 +63,14 @@ class KerasMetrics:
     Attributes:
         size: The number of totals; known after `build`, as the names are.
         names: The names of the results.
-        falling: The names of the metrics that are better the lower they are.
+        are_lower_better: Of the metrics of which Keras knows it, by name.
     """
 
     def __init__(self, metrics: MetricSpec, weighted_metrics: MetricSpec) -> None:
         self._specs = (metrics, weighted_metrics)
         self.size = 0
         self.names: Sequence[str] = ()
-        self.falling: frozenset[str] = frozenset()
+        self.are_lower_better: Mapping[str, bool] = {}
 
     def build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         """Makes the metrics for `labels` and `outputs`, nests of specs.
@@ -79,8 +87,11 @@ class KerasMetrics:
 
     def _build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         examples = tf.nest.map_structure(_zeros, (labels, outputs))
+        specs = self._specs
+        if any(len(s.shape) > 1 and s.shape[-1] is None for s in tf.nest.flatten(labels)):
+            specs = (_of_any_width(specs[0]), _of_any_width(specs[1]))
         try:
-            metrics, weighted_metrics = (_fresh(spec, *examples) for spec in self._specs)
+            metrics, weighted_metrics = (_fresh(spec, *examples) for spec in specs)
             self._metrics = CompileMetrics(
                 metrics, weighted_metrics, output_names=list(output_names)
             )
@@ -97,10 +108,19 @@ class KerasMetrics:
                 f"{shape_advice(labels, outputs) or '.'}"
             ) from error
         self.size = sum(part.size for part in self._initial)
-        self.names = tuple(self.results(np.zeros([self.size])))
-        # With several outputs Keras puts the name of the output before the name of the metric.
-        falling = tuple(m.name for m in self._metrics.metrics if is_lower_better(m))
-        self.falling = frozenset(name for name in self.names if name.endswith(falling))
+        values, made = self._values(np.zeros([self.size])), self._metrics.metrics
+        self.names = tuple(name for each in values.items() for name in _numbered(*each))
+        if len(values) < len(made) or len({*self.names}) < len(self.names):
+            raise ConfigError(
+                f"Two metrics have one name in the reports: {', '.join(m.name for m in made)}. "
+                "Give one of them another name, keras.metrics.AUC(name='NAME') for example."
+            )
+        known = {
+            name: is_lower_better(metric)
+            for each, metric in zip(values.items(), made, strict=True)
+            for name in _numbered(*each)
+        }
+        self.are_lower_better = {name: lower for name, lower in known.items() if lower is not None}
 
     def update(
         self,
@@ -129,6 +149,12 @@ class KerasMetrics:
 
     def results(self, totals: npt.NDArray[np.float64]) -> dict[str, float]:
         """Returns the metrics of summed `totals` by name; NAME_0, NAME_1 ... of a vector."""
+        named: dict[str, float] = {}
+        for name, value in self._values(totals).items():
+            named |= _numbered(name, value)
+        return named
+
+    def _values(self, totals: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
         bounds = np.cumsum([part.size for part in self._initial])[:-1]
         states = [
             tf.constant((part + total.reshape(part.shape)).astype(part.dtype))
@@ -136,14 +162,7 @@ class KerasMetrics:
         ]
         with tf.device("CPU:0"):
             found = self._metrics.stateless_result(states)
-        named: dict[str, float] = {}
-        for name, value in found.items():
-            values = np.asarray(value, np.float64)
-            if not values.ndim:
-                named[name] = float(values)
-            else:
-                named |= {f"{name}_{i}": float(item) for i, item in enumerate(values.ravel())}
-        return named
+        return {name: np.asarray(value, np.float64) for name, value in found.items()}
 
     def require_sums(self, labels: Batch, outputs: Batch) -> None:
         """Raises ConfigError if the state of a metric is not a sum over these examples."""
@@ -173,6 +192,12 @@ class KerasMetrics:
         return tf.ones([tf.nest.flatten(outputs)[0].shape[0]])
 
 
+def _numbered(name: str, value: npt.NDArray[np.float64]) -> dict[str, float]:
+    if not value.ndim:
+        return {name: float(value)}
+    return {f"{name}_{i}": float(item) for i, item in enumerate(value.ravel())}
+
+
 def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
     """Returns `spec` with a copy of each metric: another run may use those of the file."""
     if isinstance(spec, Renamed):
@@ -186,7 +211,34 @@ def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
         return [_fresh(part, labels, outputs) for part in spec]
     if isinstance(spec, str) and spec not in _RESOLVED_BY_SHAPE:
         require_name(f"metric {spec!r}", spec, keras.metrics)
+    if is_class_of(spec, keras.Loss):
+        spec = spec()
+    if isinstance(spec, keras.Loss):  # With a reduction, a small part would count as a large one.
+        spec = unreduced(spec)
     return _made_again(spec) if isinstance(spec, keras.metrics.Metric) else spec
+
+
+def _of_any_width(spec: MetricSpec) -> MetricSpec:
+    """Returns `spec` with an accuracy that finds what labels are when their width is known."""
+    if isinstance(spec, Renamed):
+        return Renamed(spec.name, _of_any_width(spec.metric))
+    if isinstance(spec, Mapping):
+        return {name: _of_any_width(part) for name, part in spec.items()}
+    if isinstance(spec, (list, tuple)):
+        return [_of_any_width(part) for part in spec]
+    is_resolved = isinstance(spec, str) and spec.lower() in ("accuracy", "acc")
+    return keras.metrics.MeanMetricWrapper(_accuracy, name=spec) if is_resolved else spec
+
+
+def _accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+    """Keras' "accuracy" of labels with one number of a class, or with a number for each class."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.binary_accuracy(labels, outputs)
+    if len(labels.shape) < len(outputs.shape):
+        return keras.metrics.sparse_categorical_accuracy(labels, outputs)
+    first = tf.cast(labels[..., 0], tf.int64)
+    classes = tf.where(tf.equal(tf.shape(labels)[-1], 1), first, tf.argmax(labels, axis=-1))
+    return tf.cast(tf.equal(tf.argmax(outputs, axis=-1), classes), tf.float32)
 
 
 def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
@@ -194,14 +246,44 @@ def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
     kind = type(metric)
     if kind is keras.metrics.MeanMetricWrapper:  # Its config has only functions that Keras knows.
         return copy_of_wrapper(metric)
+    cause: Exception | None = None
     try:
-        return kind.from_config(metric.get_config())
+        made = kind.from_config(metric.get_config())
     except Exception as error:  # A user's class may raise any error.
-        raise ConfigError(
-            f"Metric {metric.name!r} cannot be made again from its config, as each run must: "
-            f"{type(error).__name__}: {first_line(error)}. Define get_config() in class "
-            f"{kind.__name__}: it returns all arguments of __init__."
-        ) from error
+        reason, cause = f"{type(error).__name__}: {first_line(error)}", error
+    else:
+        # Arguments with defaults may be lost without an error.
+        if not (lost := _lost(metric, made)):
+            return made
+        reason = f"its {', '.join(lost)} would differ"
+    raise ConfigError(
+        f"Metric {metric.name!r} cannot be made again from its config, as each run must: {reason}. "
+        f"Define get_config() in class {kind.__name__}: it returns all arguments of __init__."
+    ) from cause
+
+
+def _lost(metric: keras.metrics.Metric, made: keras.metrics.Metric) -> list[str]:
+    """Returns the attributes of a user's `metric` in which `made`, of its config, differs.
+
+    Only numbers, texts and functions are compared: the metric of a file may lack its variables.
+    """
+    kind = type(metric)
+    takes_more = not set(inspect.signature(kind).parameters) <= {"name", "dtype"}
+    if is_of_keras(kind) or not is_of_keras(kind.get_config) or not takes_more:
+        return []
+    of_base, of_made = vars(keras.metrics.Metric()), vars(made)
+    lost = []
+    for name in vars(metric).keys() - of_base.keys():
+        given, found = (keras.tree.flatten(part.get(name)) for part in (vars(metric), of_made))
+        has_value = any(value is not None for value in given)
+        if _are_plain(given) and (has_value or _are_plain(found)) and repr(given) != repr(found):
+            lost.append(name)
+    return sorted(lost)
+
+
+def _are_plain(values: Sequence[object]) -> bool:
+    kinds = (bool, int, float, str, bytes, type(None), np.ndarray, np.generic, FunctionType)
+    return all(isinstance(value, kinds) for value in values)
 
 
 def split_metrics(
@@ -210,9 +292,10 @@ def split_metrics(
     """Splits `metrics` of a config file: functions of examples by name, and the rest, for Keras.
 
     The keys of a dict are the names of metrics. But if there are several outputs, and all keys
-    are names of outputs, each entry has the metrics of its output, as in Keras.
+    are names of outputs, each entry has the metrics of its output, as in Keras. So has a list under
+    the name of the only output.
     """
-    if isinstance(metrics, (str, keras.metrics.Metric)):
+    if _is_keras_metric(metrics):
         return {}, [metrics]
     if isinstance(metrics, (list, tuple)):
         return {}, list(metrics)
@@ -221,12 +304,15 @@ def split_metrics(
             f"{what} is {metrics!r}, but must be a list or a dict of names, keras.metrics objects "
             "and functions of (labels, outputs)."
         )
-    if len(output_names) > 1 and set(metrics) <= set(output_names):
-        return {}, dict(metrics)
+    if set(metrics) <= set(output_names):
+        if len(output_names) > 1:
+            return {}, dict(metrics)
+        if all(isinstance(of_output, (list, tuple)) for of_output in metrics.values()):
+            return {}, [metric for of_output in metrics.values() for metric in of_output]
     functions: dict[str, PerExample] = {}
     others = []
     for name, metric in metrics.items():
-        if isinstance(metric, (str, keras.metrics.Metric)) or is_keras_function(metric):
+        if _is_keras_metric(metric):
             others.append(Renamed(name, metric))
         elif callable(metric):
             functions[name] = metric
@@ -237,6 +323,15 @@ def split_metrics(
                 "have lists of metrics."
             )
     return functions, others
+
+
+def _is_keras_metric(metric: object) -> bool:
+    kinds = (keras.metrics.Metric, keras.Loss)
+    return (
+        isinstance(metric, (str, *kinds))
+        or is_class_of(metric, *kinds)
+        or is_keras_function(metric)
+    )
 
 
 def _zeros(spec: Any) -> tf.Tensor:  # A tf.TensorSpec or a keras.KerasTensor.

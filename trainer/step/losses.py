@@ -4,6 +4,7 @@ values = require_per_example("loss", loss(labels, outputs), labels, outputs)    
 totals = metric_totals([values, accuracy(labels, outputs)])                     # [4]
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -54,6 +55,21 @@ def accuracy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         labels = tf.argmax(labels, axis=-1)
     hits = tf.equal(tf.argmax(logits, axis=-1), tf.cast(labels, tf.int64))
     return tf.cast(hits, tf.float32)
+
+
+# Words in names of metrics that are better the lower they are.
+_COSTS = {
+    *("loss", "losses", "cost", "costs", "error", "errors", "err", "wer", "cer", "eer"),
+    *("mse", "rmse", "mae", "mape", "msle", "rmsle", "deviance", "distance", "divergence"),
+    *("perplexity", "ppl", "nll", "entropy", "crossentropy", "bits", "bpb", "bpc", "bpd"),
+    *("false", "misses", "regret"),
+}
+
+
+def is_cost(name: str) -> bool:
+    """Returns True if a metric of this `name` is better the lower it is, as a word in it says."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
+    return not _COSTS.isdisjoint(word.lower() for word in words)
 
 
 def require_per_example(name: str, value: tf.Tensor, labels: Batch, outputs: Batch) -> tf.Tensor:

@@ -14,9 +14,14 @@ from keras.src.trainers.compile_utils import CompileMetrics, get_loss, get_metri
 __all__ = ["CompileMetrics", "get_loss", "get_metric"]
 
 
-def is_lower_better(metric: keras.metrics.Metric) -> bool:
-    """Returns True if Keras knows that a lower value of `metric` is better."""
-    return getattr(metric, "_direction", "") == "down"
+def is_lower_better(metric: keras.metrics.Metric) -> bool | None:
+    """Returns True if a lower value of `metric` is better; None if Keras does not know."""
+    if isinstance(metric, (keras.metrics.FalsePositives, keras.metrics.FalseNegatives)):
+        return True
+    if isinstance(metric, (keras.metrics.TruePositives, keras.metrics.TrueNegatives)):
+        return False
+    direction = getattr(metric, "_direction", None)
+    return None if direction is None else direction == "down"
 
 
 def copy_of_wrapper(metric: keras.metrics.MeanMetricWrapper) -> keras.metrics.MeanMetricWrapper:

@@ -59,8 +59,10 @@ def test_losses_and_metrics_are_those_that_compile_chooses() -> None:
     metrics = keras_compile.CompileMetrics(["mae"], None)
     metrics.update_state(labels, outputs)
     assert float(metrics.result()["mae"]) == pytest.approx(0.15)
-    directions = [keras.metrics.MeanSquaredError(), keras.metrics.AUC()]
-    assert [keras_compile.is_lower_better(metric) for metric in directions] == [True, False]
+    kinds = keras.metrics
+    directions = [kinds.MeanSquaredError(), kinds.AUC(), kinds.FalseNegatives(), kinds.Mean()]
+    found = [keras_compile.is_lower_better(metric) for metric in directions]
+    assert found == [True, False, True, None]
     public = {*dir(keras), *dir(getattr(keras, "trainers", None))}
     assert not {"get_loss", "CompileMetrics"} & public, delete("keras_compile")
 

@@ -5,8 +5,10 @@ are parameters, and reports are metrics, such as train/loss and eval/accuracy.
 """
 
 import os
+import re
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -18,7 +20,24 @@ from trainer.hooks.writers import Values
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-_PARAMS_PER_CALL, _PARAM_CHARS = 100, 500  # Limits of MLflow's servers.
+# Limits of MLflow's servers, or less.
+_PARAMS_PER_CALL, _PARAM_CHARS, _NAME_CHARS = 100, 500, 240
+
+
+def accepted(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:  # Any: of a metric or field.
+    """Returns `values` under names that MLflow accepts: of one that it does not, it takes none.
+
+    Other characters become `_`; of equal names, the later ones get a `_` more.
+    """
+    found: dict[str, Any] = {}
+    for given, value in values:
+        parts = re.sub(r"[^/\w.\- :]", "_", given).split("/")
+        # MLflow may use a name as a path, and refuses a part such as "..".
+        name = "/".join(part if part.strip(".") else "_" for part in parts)[:_NAME_CHARS]
+        while name in found:
+            name += "_"
+        found[name] = value
+    return found
 
 
 class MLflow(Tracker):
@@ -38,7 +57,8 @@ class MLflow(Tracker):
 
         client = self._open()
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in numbers(split, values)]
+        named = accepted(numbers(split, values)).items()
+        metrics = [Metric(name, value, now, step) for name, value in named]
         client.log_batch(self._run_id, metrics=metrics)
 
     @override
@@ -80,7 +100,7 @@ class MLflow(Tracker):
     def _log_params(self, client: "MlflowClient") -> None:
         from mlflow.entities import Param
 
-        fields = flatten_json(self._document["config"]).items()
+        fields = accepted(flatten_json(self._document["config"]).items()).items()
         params = [Param(name, str(value)[:_PARAM_CHARS]) for name, value in fields]
         for first in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=params[first : first + _PARAMS_PER_CALL])
