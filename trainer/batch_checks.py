@@ -17,9 +17,10 @@ from strategies.base import Batch
 from trainer.config import ConfigError, Recipe
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
-from trainer.inputs import Inputs, batch_at, check_dense, data_errors_explained, shape_text
+from trainer.inputs import Inputs, batch_at, data_errors_explained
 from trainer.learner import Learner
 from trainer.models import has_own_code
+from trainer.parsed_specs import check_dense, shape_text
 from trainer.step.advice import shape_advice
 from trainer.step.losses import PerExample
 

@@ -127,11 +127,17 @@ def declared_inputs(model: keras.Model) -> Batch:
 def declared_outputs(model: keras.Model, input_specs: Batch = None) -> Batch:
     """The outputs of `model`, tensors without values; None if they are not known.
 
-    A subclassed model declares none: they follow from its inputs.
+    A subclassed model declares none: they follow from its inputs, if its `call` takes any number of
+    examples.
     """
     if getattr(model, "outputs", None):
         return model.outputs[0] if isinstance(model, keras.Sequential) else model.output
-    return None if input_specs is None else model.compute_output_spec(keras_tensors(input_specs))
+    if input_specs is None:
+        return None
+    try:
+        return model.compute_output_spec(keras_tensors(input_specs))
+    except Exception:  # Whatever the model's `call` raises, where it needs a size.
+        return None
 
 
 def keras_tensors(specs: Batch) -> Batch:

@@ -21,8 +21,9 @@ from trainer.config import Recipe, changed_fields, data_dir
 from trainer.guards.fingerprint import log_keras_settings
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.hooks.export import check_export, export_notes
-from trainer.inputs import Inputs, length_notes, open_inputs
+from trainer.inputs import Inputs, open_inputs
 from trainer.learner import Learner
+from trainer.parsed_specs import length_notes
 from trainer.session import build_session
 
 

@@ -34,7 +34,8 @@ from trainer.hooks.building import Parts, chief_hooks, shared_hooks
 from trainer.hooks.console import Console
 from trainer.hooks.export import export_notes
 from trainer.hooks.stops import StopIfReplaced
-from trainer.inputs import data_errors_explained, length_notes
+from trainer.inputs import data_errors_explained
+from trainer.parsed_specs import length_notes
 from trainer.run_files import Document, RunFiles, metric_words
 from trainer.run_record.recorder import Recorder
 from trainer.run_record.report_upload import uploading_reports

@@ -44,13 +44,13 @@ from trainer.inputs import (
     build_metrics,
     data_errors_explained,
     fitted_to_model,
-    input_specs,
     open_evaluation,
     parse_of,
 )
 from trainer.learner import Learner
 from trainer.learner.variables import set_values
 from trainer.models import build_model
+from trainer.parsed_specs import input_specs
 from trainer.run_files import Document, RunFiles, finished_checkpoints, step_in
 from trainer.task_spec import TaskSpec
 

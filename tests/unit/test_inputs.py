@@ -22,12 +22,11 @@ from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.inputs import (
     Inputs,
-    check_dense,
     data_errors_explained,
-    length_notes,
     num_steps_of,
     open_inputs,
 )
+from trainer.parsed_specs import check_dense, length_notes
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.optimizers import supported_optimizers
 
