@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from data.system.compat.keras_layers import all_layers
+from data.system.compat.keras_optimizers import given_rate
 from data.system.compat.keras_state import names_from_zero
 from data.system.extras import of_satellite
 from strategies.base import Batch
@@ -66,13 +67,6 @@ def check_for_strategy(
     """Raises ConfigError if `learner`, of `recipe`, cannot train as the flags say."""
     config = recipe.config
     check_layers(learner.model, recipe.path, Use(strategy, num_workers, config))
-    for name in learner.ignored_fields:
-        if name in overridden_fields(recipe):
-            raise ConfigError(
-                f"config.{name}={getattr(config, name)} would be ignored: build_optimizer(config) "
-                f"of {recipe.path} makes the optimizer, and does not read it. Use config.{name} "
-                f"there, or type --config.{name}={recipe.defaults[name]}, as the file has it."
-            )
     if config.loss_scale != LossScaleConfig() and not learner.loss_scale:
         raise ConfigError(
             f"config.loss_scale={config.loss_scale} means nothing to the model of {recipe.path}, "
@@ -226,7 +220,6 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
             origin=origin,
         )
     _check_learner(learner, recipe)
-    learner.ignored_fields = adopted.ignored
     learner.notes += [*adopted.notes, *advice(model, recipe.loss, loss, recipe.path)]
     return learner
 
@@ -407,18 +400,31 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
         rate = config.weight_decay.rate
         optimizer, rate = optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
         return Adopted(optimizer, StepOptions(weight_decay=WeightDecayConfig(rate=rate)))
-    name = f"build_optimizer(config) of {recipe.path}"
-    with errors_explained(name), reads_of(config) as reads:
+    function = f"build_optimizer(config) of {recipe.path}"
+    with errors_explained(function), reads_of(config) as reads:
         made = recipe.build_optimizer(config)
-    optimizer = made_optimizer(made, name, config.learning_rate)
+    optimizer = made_optimizer(made, function, config.learning_rate)
     if has_schedule(optimizer) and config.schedule != ScheduleConfig():
         raise ConfigError(
-            f"{name} has a schedule, and config.schedule is another: {config.schedule}. Give the "
-            "optimizer config.learning_rate, or leave config.schedule out."
+            f"{function} has a schedule, and config.schedule is another: {config.schedule}. Give "
+            "the optimizer config.learning_rate, or leave config.schedule out."
         )
     adopted = adopt(optimizer, model.trainable_variables)
-    # Others than build_optimizer may read them, or `vars` all at once.
-    if not (recipe.build_learner or recipe.build_callbacks or "__dict__" in reads):
-        used = {*reads, "learning_rate"} if isinstance(made, str) else reads
-        adopted.ignored = [n for n in ("optimizer", "learning_rate") if n not in used]
+    used = {*reads, "learning_rate"} if isinstance(made, str) else reads
+    if not _may_read_later(recipe, optimizer, reads):
+        adopted.notes += [
+            f"config.{name}={getattr(config, name)} has no effect: {function} makes the "
+            f"optimizer, and does not read it. Use config.{name} there."
+            for name in ("optimizer", "learning_rate")
+            if name not in used and name in overridden_fields(recipe)
+        ]
     return adopted
+
+
+def _may_read_later(recipe: Recipe, optimizer: keras.Optimizer, reads: set[str]) -> bool:
+    """Returns True if other code than `build_optimizer` may read the config."""
+    functions = recipe.build_learner, recipe.build_callbacks, recipe.build_hooks
+    kinds = type(optimizer).__module__, type(given_rate(optimizer)).__module__
+    is_of_user = not all(kind.startswith(("keras.", "data.", "trainer.")) for kind in kinds)
+    # `vars(config)` reads all fields.
+    return any(functions) or is_of_user or "__dict__" in reads

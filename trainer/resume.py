@@ -48,6 +48,7 @@ def restore_newest(parts: Parts) -> Saved | None:
     # What a callback has set continues, unless another rate is given now.
     if saved and given is not None and (former or saved).config.get(GIVEN_RATE) != given:
         parts.learner.optimizer.learning_rate = given
+        parts.checkpointer.begun_step = -1  # It lacks what callbacks did to the former rate.
     if is_chief:
         with disk_errors_explained(model_dir):
             remove_tree(parts.checkpointer.staging)

@@ -157,6 +157,22 @@ def of_config(config: Config) -> keras.Optimizer:
     return keras.optimizers.SGD(config.learning_rate)
 
 
+class OfConfig(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self, step: Any) -> Any:
+        return self.config.learning_rate
+
+
+def with_own_schedule(config: Config) -> keras.Optimizer:
+    return keras.optimizers.SGD(OfConfig(config))
+
+
+def with_function(config: Config) -> keras.Optimizer:
+    return keras.optimizers.SGD(lambda: config.learning_rate)
+
+
 def of_all_fields(config: Config) -> keras.Optimizer:
     return keras.optimizers.SGD(vars(config)["learning_rate"])
 
@@ -181,22 +197,26 @@ def of_all_fields(config: Config) -> keras.Optimizer:
             {"build_optimizer": with_schedule, "build_callbacks": lambda config: []},
             "",
         ),
+        # They read it later, in each step.
+        ({"learning_rate": 0.5}, {"build_optimizer": with_function}, ""),
+        ({"learning_rate": 0.5}, {"build_optimizer": with_own_schedule}, ""),
+        (
+            {"learning_rate": 0.5},
+            {"build_optimizer": with_schedule, "build_hooks": lambda config, model_dir: []},
+            "",
+        ),
         ({"learning_rate": 0.5, "optimizer": "sgd"}, {}, ""),
         ({}, {"build_optimizer": with_schedule}, ""),
     ],
 )
-def test_option_of_the_command_line_that_build_optimizer_does_not_read_is_refused(
+def test_option_of_the_command_line_that_build_optimizer_does_not_read_is_said(
     fields: dict[str, Any], functions: dict[str, Any], ignored: str
 ) -> None:
     made = recipe(Config(**fields), defaults=flatten(Config()), **functions)
-    learner = build_learner(made)
+    notes = [note for note in build_learner(made).notes if "has no effect" in note]
     assert type(made.config) is Config
-    if not ignored:
-        check_for_strategy(learner, made, "mirrored", 1, "float32")
-        return
-    said = f"config.{ignored}=.* would be ignored.*type --config.{ignored}="
-    with pytest.raises(ConfigError, match=said):
-        check_for_strategy(learner, made, "mirrored", 1, "float32")
+    assert len(notes) == bool(ignored)
+    assert all(note.startswith(f"config.{ignored}=") for note in notes)
 
 
 def test_prefetching_that_has_no_effect_is_said() -> None:

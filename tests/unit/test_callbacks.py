@@ -287,6 +287,12 @@ def test_epoch_is_told_once_if_training_goes_back(toy: Toy) -> None:
     told = [call for call in halving.calls if call not in ("begin", "end")]
     assert told == [(kind, i) for i in range(3) for kind in ("epoch", "end")] + [("epoch", 3)]
     assert toy.learner.learning_rate == pytest.approx(0.01 * 0.999 / 2**4)
+    # Back once more, and stopped there: a resume tells these epochs again, but keeps the rate.
+    toy.learner.step.assign(EPOCH - 2)
+    train(toy.executor, toy.learner, [hook], steps=EPOCH + 2, steps_per_call=1000)
+    resumed = callbacks_hook(toy, [Halving()], 9 * EPOCH)
+    train(toy.executor, toy.learner, [resumed], steps=3 * EPOCH, steps_per_call=1000)
+    assert toy.learner.learning_rate == pytest.approx(0.01 * 0.999 / 2**4)
 
 
 class ForTestBatches(K.Callback):

@@ -1,6 +1,7 @@
 """What each option of a step does, against its formula; tests/cluster: on every strategy."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -379,11 +380,36 @@ def test_global_norm_of_two_types_is_that_of_exact_values(kind: str, batch: Batc
     assert norm(changes) == pytest.approx(1e-2, rel=0.2 if kind == "bfloat16" else 1e-4)
 
 
-def test_moving_statistics_that_are_not_finite_are_not_saved() -> None:
+class Recomputed(keras.layers.Wrapper):
+    """Computes the activations of its layer again in the backward pass."""
+
+    def call(self, inputs: Any) -> Any:
+        return tf.recompute_grad(lambda values: self.layer(values))(inputs)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_layer_that_recomputes_trains_in_float16_or_is_named(
+    compiles: bool, batch: Batch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dtype_policy("mixed_float16"), replicas(1).scope():
+        layer = keras.layers.Dense(4, name="again")
+        model = keras.Sequential([keras.Input((3,)), Recomputed(layer), keras.layers.Dense(5)])
+        learner = learner_of(model, options=Options(jit_compile=compiles))
+    before = layer.kernel.numpy().copy()
+    for _ in range(2):
+        updater(learner)(batch)
+    assert (before == layer.kernel.numpy()).all() == compiles
+    said = "The loss has no gradient for .*again/kernel, .*again/bias: .*RematScope"
+    assert len(re.findall(said, caplog.text)) == compiles
+
+
+def test_moving_statistics_that_are_nan_are_not_saved() -> None:
     norm = keras.layers.BatchNormalization()
     learner = learner_of(keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(5)]))
     require_finite(learner, 4)
-    norm.moving_variance.assign([1.0, np.inf, 1.0])
+    norm.moving_mean.assign([1.0, np.inf, 1.0])  # As a layer's minimum of nothing.
+    require_finite(learner, 4)
+    norm.moving_variance.assign([1.0, np.nan, 1.0])
     with pytest.raises(NonFiniteLossError, match=r"At step 4 .*moving_variance.* an activation"):
         require_finite(learner, 4)
 

@@ -160,6 +160,8 @@ def test_next_chief_that_takes_over_a_step_has_the_rate_of_a_callback_unless_ano
     saved = restore_newest(dataclasses.replace(parts, spec=spec))
     assert saved
     assert (saved.step, toy.learner.optimizer_rate) == (3, expected)
+    # What callbacks did to the former rate is not in the one that is given now.
+    assert (toy.checkpointer.begun_step == -1) == (given == expected)
 
 
 def test_rate_of_a_callback_stays_when_a_run_goes_back(split: Split, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Raises NonFiniteLossError if a variable is not finite, before the state is saved."""
 
+import numpy as np
 import tensorflow as tf
 
 from data.system.errors import RunFailed
@@ -12,10 +13,11 @@ class NonFiniteLossError(RunFailed):
 
 
 def require_finite(learner: Learner, step: int) -> None:
-    """Raises NonFiniteLossError if a trained variable, or a moving statistic, is not finite.
+    """Raises NonFiniteLossError if a trained variable is not finite, or layer state has a NaN.
 
-    Called before each save, except of the initial state. A finite loss proves nothing: the loss
-    of a step is computed before the variables change, and without moving statistics.
+    Layers may have infinite state, such as a minimum of nothing. Called before each save, except of
+    the initial state. A finite loss proves nothing: the loss of a step is computed before the
+    variables change, and without moving statistics.
     """
     for variable in learner.variables[: learner.num_dense]:
         if not all_finite([variable.read_value()]):
@@ -24,7 +26,7 @@ def require_finite(learner: Learner, step: int) -> None:
         if not part.is_finite():
             raise _error(part.rows, step, "a gradient overflowed")
     for variable in learner.layer_state:
-        if not all_finite([variable.read_value()]):
+        if np.isnan(variable.read_value().numpy()).any():
             raise _error(variable, step, "an input or an activation overflowed")
 
 

@@ -132,6 +132,9 @@ class Callbacks(Hook):
     _epoch_end: int = field(default=NEVER, init=False)
     _begun_epoch: int = field(default=-1, init=False)  # The last that callbacks were told of.
     _ended_epoch: int = field(default=-1, init=False)
+    # The last step of which callbacks were told; of a former process, too. -1 before training.
+    # The rate has their effects up to there.
+    _begun_step: int = field(default=-1, init=False)
     _has_begun: bool = field(default=False, init=False)
     _rate: Any = field(default=None, init=False)  # A variable, or a schedule.
 
@@ -150,13 +153,15 @@ class Callbacks(Hook):
         self._epoch_end = self._next_epoch_end(step)
         if self.executor.is_chief:
             # If this run goes back, the callbacks and the rate do not.
-            begun = step if self._has_begun else self._begin_training(step)
-            self._begin_batch(step, begun)
+            if not self._has_begun:
+                self._begin_training(step)
+            self._begin_batch(step)
         self._agree(step)
 
-    def _begin_training(self, step: int) -> int:
-        """Returns the last step of which the callbacks of a former process were told; or -1."""
+    def _begin_training(self, step: int) -> None:
         self._has_begun = True
+        begun = self.checkpointer.begun_step
+        self._begun_step = (step or -1) if begun is None else begun
         model = self.learner.model
         model.stop_training = False
         # Not an attribute that Keras and TensorFlow track: checkpoints would change.
@@ -168,23 +173,18 @@ class Callbacks(Hook):
             callback.set_params(params)
             callback.set_model(model)
             self._choose_direction(callback)
-        self._call("on_train_begin", {}, keeps_rate=step > 0)
-        begun = self.checkpointer.begun_step
-        return (step or -1) if begun is None else begun
+        self._call("on_train_begin", {}, keeps_rate=self._begun_step >= 0)
 
-    def _begin_batch(self, step: int, begun: int) -> None:
-        """Says that the next batch begins, and its epoch if it is new.
-
-        The rate has the effects of what was said up to step `begun`: it stays as it is then.
-        """
+    def _begin_batch(self, step: int) -> None:
+        """Says that the next batch begins, and its epoch if it is new."""
         if step >= self.last_step or self.learner.model.stop_training:
             return
         epoch, batch = divmod(step, self.steps_per_epoch)
         if epoch > self._begun_epoch:
             self._begun_epoch = epoch
-            is_repeated = begun // self.steps_per_epoch >= epoch
+            is_repeated = self._begun_step // self.steps_per_epoch >= epoch
             self._call("on_epoch_begin", epoch, {}, keeps_rate=is_repeated)
-        self._call("on_train_batch_begin", batch, {}, keeps_rate=begun >= step)
+        self._call("on_train_batch_begin", batch, {}, keeps_rate=self._begun_step >= step)
 
     @override
     def next_step(self, step: int) -> int:
@@ -214,7 +214,7 @@ class Callbacks(Hook):
             if epoch > self._ended_epoch:
                 self._ended_epoch, self._logs = epoch, logs
                 self._call("on_epoch_end", epoch, dict(logs))
-        self._begin_batch(step, begun=-1)
+        self._begin_batch(step)
 
     @override
     def end(self, step: int) -> None:
@@ -234,10 +234,11 @@ class Callbacks(Hook):
         if theirs >> 32:
             self.done = "stopped by a callback"
         elif step < self.last_step:
-            self.checkpointer.begun_step = step
+            self._begun_step = max(self._begun_step, step)
+            self.checkpointer.begun_step = self._begun_step
 
     def _call(self, method: str, *args: object, keeps_rate: bool = False) -> None:
-        rate = self.learner.optimizer_rate
+        rate = self.learner.optimizer_rate if keeps_rate else None
         for callback in self.callbacks:
             what = f"{method} of {type(callback).__name__}, of build_callbacks in {self.path},"
             with errors_explained(what):
@@ -248,7 +249,7 @@ class Callbacks(Hook):
                     "that are compiled would not see. Set a number; or set config.schedule, or "
                     "give the schedule to the optimizer in build_optimizer."
                 )
-            if keeps_rate and rate is not None:
+            if rate is not None:
                 self.learner.optimizer.learning_rate = rate
 
     def _next_epoch_end(self, step: int) -> int:

@@ -93,7 +93,6 @@ class Learner(Update):
         needs_seeds: True if the model has random layers, which draw from the examples' seeds.
         objective: The loss, the penalties and the metrics.
         notes: What the user should know about the model, the loss and the optimizer.
-        ignored_fields: Fields of the config without effect, which must not be given.
         loss_scale: The scale of the loss if the model computes in float16, else None.
         local_steps: None if the gradients of each step are summed over replicas.
         virtual_replicas: As config.virtual_replicas.
@@ -129,7 +128,6 @@ class Learner(Update):
         self.step: tf.Variable = optimizer.iterations.value
         self.origin = origin
         self.notes: list[str] = []
-        self.ignored_fields: list[str] = []
         self.batch_size = batch_size
         self.virtual_replicas = options.virtual_replicas
         self.needs_seeds = bind(model)

@@ -16,12 +16,12 @@ import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_layers import keep_losses
-from strategies.base import Batch, Tensor
+from strategies.base import Batch, Tensor, read_now
 from strategies.gradients.parts import add_gradients, part_of_batch
 from strategies.step_errors import reason_of_xla
 from trainer.learner.objective import Objective
 from trainer.learner.variables import ModelVariables
-from trainer.step.loss_scale import LossScale, all_finite, unscaled
+from trainer.step.loss_scale import LossScale, unscaled
 from trainer.step.random_layers import drawing
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Differentiation(ModelVariables):
     virtual_replicas: int
     _with_xla: tf.types.experimental.PolymorphicFunction | None = None
     _may_stop_compiling = False
+    _has_warned = False
     _new_state: dict[int, tf.Tensor] | None = None
 
     def compile_with_xla(self, *, is_optional: bool = False) -> None:
@@ -135,15 +136,19 @@ class Differentiation(ModelVariables):
         If there are `values`, updates them too: the next micro-batch starts from them.
         """
         scale = self.loss_scale.read() if self.loss_scale else None
-        changes_itself = scale is None and not self._communicates_forward
-        if values is None and self._with_xla is None and changes_itself:
-            return self._differentiate(batch, training, self.variables, scale)
+        if values is None and self._with_xla is None and not self._communicates_forward:
+            state = self.layer_state if self.loss_scale else []
+            before = [read_now(variable) for variable in state]
+            gradients, totals = self._differentiate(batch, training, self.variables, scale)
+            for variable, old in zip(state, before, strict=True):
+                variable.assign(_where_finite(read_now(variable), old))
+            return gradients, totals
         read = values or [tf.convert_to_tensor(variable) for variable in self._forward_inputs]
         differentiate = self._with_xla or self._differentiate_at
         gradients, totals, updates = differentiate(batch, training, read, scale)
         for key, value in updates.items():
             index = int(key)
-            if scale is not None:  # The values of a step that overflows would never recover.
+            if scale is not None:
                 value = _where_finite(value, read[index])
             if self._new_state is None:
                 self._forward_inputs[index].assign(value)
@@ -201,9 +206,24 @@ class Differentiation(ModelVariables):
             loss, losses = self.objective.with_penalties(losses)
             scaled = loss if scale is None else loss * scale
         gradients = tape.gradient(scaled, sources)
+        self._warn_of_untrained(gradients)
         if scale is not None:
             gradients = unscaled(gradients, scale)
         return gradients, self.measure(labels, outputs, losses, weights=weights)
+
+    def _warn_of_untrained(self, gradients: Sequence[Tensor]) -> None:
+        """Names the variables without a gradient, once."""
+        pairs = zip(self.dense_variables, gradients, strict=False)
+        paths = [variable.path for variable, gradient in pairs if gradient is None]
+        if not paths or self._has_warned:
+            return
+        self._has_warned = True
+        log.warning(
+            "The loss has no gradient for %s: these variables do not change. Either the loss does "
+            "not depend on them, or a layer uses keras.RematScope or tf.recompute_grad: it trains "
+            "with --config.jit_compile=False, but not under --strategy=ps.",
+            ", ".join(paths),
+        )
 
     @no_autograph
     def measure(
@@ -223,5 +243,8 @@ class Differentiation(ModelVariables):
 
 
 def _where_finite(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-    """Returns `new`; or `old` if an element of `new` is NaN or infinite."""
-    return tf.where(all_finite([new]), new, old) if new.dtype.is_floating else new
+    """Returns `new`, but the elements of `old` where `new` is NaN or infinite.
+
+    A moving statistic would never recover from a step that overflows.
+    """
+    return tf.where(tf.math.is_finite(new), new, old) if new.dtype.is_floating else new

@@ -99,13 +99,11 @@ class Adopted:
     Attributes:
         options: These settings; other options have their defaults.
         notes: A line for the user for each of these settings.
-        ignored: The fields of the config for an optimizer that have no effect on this one.
     """
 
     optimizer: keras.Optimizer
     options: StepOptions = field(default_factory=StepOptions)
     notes: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
 
 
 def made_optimizer(made: Any, name: str, learning_rate: float) -> keras.Optimizer:
