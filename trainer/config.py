@@ -293,12 +293,17 @@ def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.
             "with its functions. Give them again: trainer.load_run(RUN, build_model=build_model)."
         )
     recipe = load_recipe(document["recipe"])
-    for name, value in flatten_as(recipe.config, document["config"]).items():
-        *groups, last = name.split(".")
-        setattr(functools.reduce(getattr, groups, recipe.config), last, value)
+    set_fields(recipe.config, flatten_as(recipe.config, document["config"]))
     # Absolute, also where the field is empty or relative to the directory that the run began in.
     recipe.config.data_dir = document["data_dir"]
     return recipe
+
+
+def set_fields(config: Config, values: Mapping[str, object]) -> None:
+    """Sets the fields that `values` names as `flatten` does."""
+    for name, value in values.items():
+        *groups, last = name.split(".")
+        setattr(functools.reduce(getattr, groups, config), last, value)
 
 
 def flatten_json(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
