@@ -44,8 +44,15 @@ def read_recipe() -> Recipe:
     config = flags.CONFIG.value
     _check_epochs()
     for name, flag in flags.SHORTCUTS.items():
-        if flag.value is not None:
-            setattr(config, name, flag.value)
+        if flag.value is None:
+            continue
+        field = f"config.{name}"
+        if field in flags.FLAGS and flags.FLAGS[field].present:
+            raise ConfigError(
+                f"--{name}={flag.value} is short for --{field}, which is given too: "
+                f"{flags.FLAGS[field].value}. Leave one of the two out."
+            )
+        setattr(config, name, flag.value)
     check(config)
     if any(map(is_s3, (flags.MODEL_DIR.value or "", data_dir(config)))):
         try:

@@ -56,12 +56,19 @@ def parse(argv: Sequence[str]) -> list[str]:
         sys.exit(EXIT_USAGE)
 
 
-def parse_words(argv: Sequence[str]) -> list[str]:
-    """Parses the words of a command line. Raises a UsageError for the first mistake."""
+def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) -> list[str]:
+    """Parses the words of a command line. Raises a UsageError for the first mistake.
+
+    `given` has fields of the config that are given as objects.
+    """
     from trainer.config import ConfigError, load_recipe
     from trainer.flags.continued import settings_of_run
 
     check_utf8(argv)
+    try:
+        argv = [argv[0], *FLAGS.read_flags_from_files(argv[1:], force_gnu=False)]  # --flagfile.
+    except absl.flags.Error as error:
+        raise ConfigError(f"--flagfile cannot be read: {error}") from None
     argv = with_home(argv)
     paths, others = _split_config(argv)
     if len(paths) > 1:
@@ -73,7 +80,7 @@ def parse_words(argv: Sequence[str]) -> list[str]:
         if settings := settings_of_run(argv, local_flags):
             path, fields = settings.config, settings.fields
             others = [*settings.flags, *others]
-    FLAGS["config"].parser.fields = fields
+    FLAGS["config"].parser.fields = {**fields, **(given or {})}
     # The tasks of a cluster on this machine get the command line of their launcher, and read the
     # settings of the run as it does. ml_collections needs --config before its fields.
     sys.argv[1:] = [*(f"--config={path}" for path in paths), *others]
