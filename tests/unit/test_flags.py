@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from data.system.errors import UsageError
 from data.system.flags import with_home
+from tests.cluster.runs import ROOT
 from tests.commands import run_python
 from trainer import flags
 from trainer.api.arguments import parsed
 from trainer.flags.checks import read_recipe
+from trainer.flags.start import reserved
 
 # Does what a command does before TensorFlow is imported, for each row in a fork: flags are global.
 PROGRAM = """
@@ -260,6 +263,27 @@ def test_file_of_flags_is_read_before_the_settings_of_a_run_are_looked_for(
         with parsed([f"--flagfile={file}"]):
             config = read_recipe().config
             assert (config.batch_size, config.seed) == (batch_size, seed)
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    digits = f"--config={ROOT / 'configs' / 'digits.py'}"
+    with parsed([digits]), reserved("runs/a") as first, reserved("runs/a") as second:
+        assert (first, second) == ("runs/a", "runs/a-2")
+        (tmp_path / first / "config.json").touch()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"], "a-2 was empty"
+    for words in ([digits, "--check"], [digits, "--model_dir=runs/b"]):
+        with parsed(words), reserved("runs/b") as given:
+            assert not (tmp_path / given).exists()
+    (tmp_path / "file").touch()
+    with (
+        parsed([digits]),
+        pytest.raises(UsageError, match="cannot be written"),
+        reserved("file/a"),
+    ):
+        pass
 
 
 def test_each_help_text_belongs_to_a_flag() -> None:
