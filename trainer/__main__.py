@@ -30,7 +30,7 @@ from data.system.pipes import (
     outlives_terminal,
 )
 from trainer import flags
-from trainer.exit_codes import EXIT_BUG, end_at_once
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, end_at_once
 from trainer.flags.parsing import parse
 from trainer.guards.signals import stop_signals
 
@@ -81,7 +81,8 @@ def _explain(error: Exception | KeyboardInterrupt) -> int:
         return EXIT_BUG
     if flags.TRACEBACK.value:
         traceback.print_exception(error)
-    hint = ". Start again when it answers." if isinstance(error, UnavailableError) else ""
+    is_passing = isinstance(error, UnavailableError) and error.exit_code == EXIT_RESTART
+    hint = ". Start again when it answers." if is_passing else ""
     print(f"error: {error}{hint}", file=sys.stderr)
     return error.exit_code
 
