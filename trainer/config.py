@@ -423,6 +423,12 @@ def changed_fields(former: Mapping[str, Any], config: Config) -> str:  # Any: JS
     return ", ".join(changes)
 
 
+def _has_types(declared: Any) -> bool:
+    """Returns True for `bool | str`, for example; False for `str | None`."""
+    is_union = get_origin(declared) in (Union, UnionType)
+    return is_union and len(set(get_args(declared)) - {type(None)}) > 1
+
+
 def _resolve_annotations(config: object) -> None:
     """Makes types of annotations that are text, as after `from __future__ import annotations`.
 
@@ -432,7 +438,7 @@ def _resolve_annotations(config: object) -> None:
     hints = get_type_hints(type(config)) if any(isinstance(i.type, str) for i in items) else {}
     for item in items:
         item.type = hints.get(item.name, item.type)
-        if item.type == bool | str or _mapping_in(item.type):
+        if _has_types(item.type) or _mapping_in(item.type):
             item.type = object  # For which ml_collections reads a literal of Python, or text.
         if dataclasses.is_dataclass(value := getattr(config, item.name)):
             _resolve_annotations(value)

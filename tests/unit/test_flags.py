@@ -277,6 +277,9 @@ def test_runs_of_the_same_second_have_directories_of_their_own(
     for words in ([digits, "--check"], [digits, "--model_dir=runs/b"]):
         with parsed(words), reserved("runs/b") as given:
             assert not (tmp_path / given).exists()
+    with parsed([digits]), reserved("new/a"):
+        assert (tmp_path / "new/a").is_dir()
+    assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
     with (
         parsed([digits]),

@@ -67,7 +67,7 @@ def model_dir_of(recipe: Recipe) -> str:
 
 @contextlib.contextmanager
 def reserved(model_dir: str) -> Iterator[str]:
-    """Makes the default directory, and removes it at the end of the context if it is empty.
+    """Makes the default directory, and removes what it made at the end if it is empty then.
 
     If another run has the name, -2, -3 and so on is appended: runs that start in the same second
     are different runs. A given --model_dir is left as it is.
@@ -79,6 +79,8 @@ def reserved(model_dir: str) -> Iterator[str]:
         return
     from trainer.model_dir import disk_errors_explained
 
+    parent = os.path.dirname(model_dir)
+    has_parent = os.path.exists(parent)
     for number in itertools.count(1):
         path = model_dir if number == 1 else f"{model_dir}-{number}"
         with disk_errors_explained(path), contextlib.suppress(FileExistsError):
@@ -89,6 +91,8 @@ def reserved(model_dir: str) -> Iterator[str]:
     finally:
         with contextlib.suppress(OSError):  # It is not empty: the run has begun.
             os.rmdir(path)
+            if not has_parent:
+                os.rmdir(parent)
 
 
 def changes(recipe: Recipe) -> list[str]:
