@@ -73,7 +73,13 @@ class Own(Config):
 
 def test_values_that_no_text_means_are_set_in_the_config() -> None:
     fields = flatten(Own())
-    arguments = {"act": None, "seed": 1, "names": [], "batch_size": None, "data": {"label": None}}
+    arguments: dict[str, object] = {
+        "act": None,
+        "seed": 1,
+        "names": [],
+        "batch_size": None,
+        "data": {"label": None},
+    }
     values, others = split_fields(arguments, fields)
     assert values == {"act": None, "names": [], "data.label": None}
     assert words_of(others, fields) == ["--config.seed=1"]
