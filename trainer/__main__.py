@@ -9,6 +9,7 @@ trainer/exit_codes.py explains the exit codes. A user's mistake is one line, wit
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ from data.system.pipes import (
     outlives_terminal,
 )
 from trainer import flags
-from trainer.exit_codes import EXIT_BUG, end_at_once
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, end_at_once
 from trainer.flags.parsing import parse
 from trainer.guards.signals import stop_signals
 
@@ -47,11 +48,15 @@ def _main(argv: Sequence[str]) -> NoReturn:
             exit_code = outcome
         else:
             from trainer import task
+            from trainer.flags import start
             from trainer.flags.continued import print_next
 
             # A launcher shows its tasks, and says what comes next.
             is_shown = outcome.is_chief and not outcome.is_checked
             with contextlib.ExitStack() as stack:
+                if not outcome.serves:
+                    model_dir = stack.enter_context(start.reserved(outcome.model_dir))
+                    outcome = dataclasses.replace(outcome, model_dir=model_dir)
                 if is_shown:
                     stack.enter_context(cli.view(outcome.model_dir, is_launcher=False))
                 exit_code = task.run(outcome)
@@ -76,7 +81,8 @@ def _explain(error: Exception | KeyboardInterrupt) -> int:
         return EXIT_BUG
     if flags.TRACEBACK.value:
         traceback.print_exception(error)
-    hint = ". Start again when it answers." if isinstance(error, UnavailableError) else ""
+    is_passing = isinstance(error, UnavailableError) and error.exit_code == EXIT_RESTART
+    hint = ". Start again when it answers." if is_passing else ""
     print(f"error: {error}{hint}", file=sys.stderr)
     return error.exit_code
 

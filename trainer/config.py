@@ -296,12 +296,17 @@ def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.
             "with its functions. Give them again: trainer.load_run(RUN, build_model=build_model)."
         )
     recipe = load_recipe(document["recipe"])
-    for name, value in flatten_as(recipe.config, document["config"]).items():
-        *groups, last = name.split(".")
-        setattr(functools.reduce(getattr, groups, recipe.config), last, value)
+    set_fields(recipe.config, flatten_as(recipe.config, document["config"]))
     # Absolute, also where the field is empty or relative to the directory that the run began in.
     recipe.config.data_dir = document["data_dir"]
     return recipe
+
+
+def set_fields(config: Config, values: Mapping[str, object]) -> None:
+    """Sets the fields that `values` names as `flatten` does."""
+    for name, value in values.items():
+        *groups, last = name.split(".")
+        setattr(functools.reduce(getattr, groups, config), last, value)
 
 
 def flatten_json(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -421,6 +426,12 @@ def changed_fields(former: Mapping[str, Any], config: Config) -> str:  # Any: JS
     return ", ".join(changes)
 
 
+def _has_types(declared: Any) -> bool:
+    """Returns True for `bool | str`, for example; False for `str | None`."""
+    is_union = get_origin(declared) in (Union, UnionType)
+    return is_union and len(set(get_args(declared)) - {type(None)}) > 1
+
+
 def _resolve_annotations(config: object) -> None:
     """Makes types of annotations that are text, as after `from __future__ import annotations`.
 
@@ -430,7 +441,7 @@ def _resolve_annotations(config: object) -> None:
     hints = get_type_hints(type(config)) if any(isinstance(i.type, str) for i in items) else {}
     for item in items:
         item.type = hints.get(item.name, item.type)
-        if item.type == bool | str or _mapping_in(item.type):
+        if _has_types(item.type) or _mapping_in(item.type):
             item.type = object  # For which ml_collections reads a literal of Python, or text.
         if dataclasses.is_dataclass(value := getattr(config, item.name)):
             _resolve_annotations(value)

@@ -31,6 +31,7 @@ from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import Saved
 from trainer.compilation import choose_compilation
+from trainer.config import Config
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.signals import StopSignals
 from trainer.hooks.building import build_json_lines
@@ -64,6 +65,15 @@ def follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, recorder: Rec
         return _follow(spec, cluster, signals, recorder.stopwatch)
 
 
+def _is_done(model_dir: str, config: Config) -> bool:
+    """Returns True if the run is complete; False also if its storage does not say so now."""
+    try:
+        return finished_result(model_dir, config) is not None
+    except STORAGE_ERRORS as error:
+        log.warning("%s cannot be read: %s", model_dir, error)
+        return False
+
+
 def _follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, stopwatch: Stopwatch) -> int:
     config = spec.recipe.config
     opened = open_inputs(spec.recipe, spec.num_threads)
@@ -75,7 +85,7 @@ def _follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, stopwatch: S
     signals.on_stop(stop.set, spec.grace_secs)
 
     def end_unless_done(message: str) -> None:
-        if finished_result(spec.model_dir, config) is None:
+        if not _is_done(spec.model_dir, config):
             log.error("%s: ending. Restart this task when training continues.", message)
             os._exit(EXIT_RESTART)
 

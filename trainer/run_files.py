@@ -58,7 +58,7 @@ from data.system.files import (
     remove_file,
     replace_file,
 )
-from data.system.object_store import SCHEME, UnavailableError
+from data.system.object_store import UnavailableError
 
 CHECKPOINT_MARK = "checkpoint.json"  # In the directory of a checkpoint, written last.
 NUM_STEPS = "num_steps"  # In a report of training: the steps that its means cover.
@@ -208,18 +208,18 @@ class RunFiles:
 
 def local_dir(model_dir: str) -> str:
     """The local directory for files that are appended to: `model_dir`, unless it is at s3://."""
-    if not is_s3(model_dir):
-        return model_dir
-    return str(Path("runs", model_dir.removeprefix(SCHEME).strip("/")).resolve())
+    return str(_place_of_url(model_dir)) if is_s3(model_dir) else model_dir
 
 
 def directory_of_logs(model_dir: str | Path) -> Path:
     """The directory of the tasks' logs: in `model_dir`, or under runs/ if that is a URL."""
-    if is_s3(str(model_dir)):
-        return Path(local_dir(str(model_dir)), "tasks")
-    if is_url(str(model_dir)):
-        return Path("runs", str(model_dir).rstrip("/").rpartition("/")[2], "tasks").resolve()
-    return Path(model_dir).resolve() / "tasks"
+    is_remote = is_url(str(model_dir))
+    return (_place_of_url(str(model_dir)) if is_remote else Path(model_dir).resolve()) / "tasks"
+
+
+def _place_of_url(model_dir: str) -> Path:
+    """The local directory of a run at a URL: runs/bucket/a for s3://bucket/a and gs://bucket/a."""
+    return Path("runs", model_dir.partition("://")[2].strip("/")).resolve()
 
 
 def newest_generation(model_dir: str | Path) -> int:

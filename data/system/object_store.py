@@ -17,13 +17,14 @@ import errno
 import functools
 import io
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from data.system.errors import RunFailed
+from data.system.errors import RunFailed, UsageError
 from data.system.extras import missing
 
 if TYPE_CHECKING:
@@ -39,6 +40,13 @@ _READ_AHEAD_BYTES = 8 << 20  # Of a file that is read from its begin to its end.
 _PART_BYTES = 8 << 20
 _PARTS_IN_FLIGHT = 4
 _NO_SUCH_BUCKET = "NoSuchBucket"
+_TOKEN = "trainer-token"  # In the metadata of an object of `put_new`: who made it.
+_STATUS = re.compile(r"status code: (\d+)")
+# The reason of object_store for a redirect, which S3 sends if the bucket is in another region.
+_REDIRECT = "redirect without LOCATION"
+# Statuses, and codes of status 400, of which the same request may work later.
+_PASSING = (404, 408, 409, 412, 416, 425, 429)
+_PASSING_CODES = ("ExpiredToken", "RequestTimeout", "IncompleteBody", "BadDigest")
 _METADATA_SERVICE = "/latest/api/token"
 _NO_KEYS = (
     "There are no keys for s3://. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
@@ -54,6 +62,12 @@ class UnavailableError(RunFailed, ConnectionError):
     def __str__(self) -> str:
         said = ": ".join(str(part) for part in (self.filename, self.strerror) if part)
         return said or super().__str__()
+
+
+class RefusedError(UnavailableError, UsageError):
+    """The object store refuses the request, and would refuse it again. The message says why."""
+
+    exit_code = 2
 
 
 class MissingObstoreError(OSError):
@@ -132,11 +146,18 @@ def put(url: str, content: bytes) -> None:
 
 
 def put_new(url: str, content: bytes) -> bool:
-    """Writes an object if there is none; returns False, and changes nothing, if there is one."""
+    """Writes an object if there is none; returns False, and changes nothing, if there is one.
+
+    A request whose answer is lost is repeated, and then finds the object that it has made: the
+    object's token says so.
+    """
+    token = os.urandom(16).hex()
     with _object(url) as (store, key):
         try:
-            store.put(key, content, mode="create", use_multipart=False)
+            store.put(key, content, mode="create", use_multipart=False, attributes={_TOKEN: token})
         except _obstore().exceptions.AlreadyExistsError:
+            with contextlib.suppress(FileNotFoundError):  # Its owner has removed it.
+                return bool(store.get(key).attributes.get(_TOKEN) == token)
             return False
     return True
 
@@ -250,11 +271,20 @@ def _obstore() -> ModuleType:
 
 @contextlib.contextmanager
 def _object(url: str) -> Iterator[tuple["S3Store", str]]:
-    """The store and the key of `url`. Within it, errors of obstore become OSErrors."""
+    """The store and the key of `url`. Within it, errors of obstore become OSErrors.
+
+    Raises UsageError for a key that obstore would refuse or change.
+    """
     errors = _obstore().exceptions
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
+    key = key.rstrip("/")
+    if not bucket or (key and {"", ".", ".."} & {*key.split("/")}) or not url.isprintable():
+        raise UsageError(
+            f"{url!r} is no address of an object. Give s3://BUCKET/NAME/NAME: names that are not "
+            "empty, '.' or '..', without control characters, with one '/' between them."
+        )
     try:
-        yield _store(bucket), key.rstrip("/")
+        yield _store(bucket), key
     except FileNotFoundError as error:
         if error.errno is not None:
             raise
@@ -267,7 +297,35 @@ def _object(url: str) -> Iterator[tuple["S3Store", str]]:
             raise PermissionError(errno.EACCES, _NO_KEYS, url) from None
         if _NO_SUCH_BUCKET in str(error):
             raise FileNotFoundError(errno.ENOENT, "There is no such bucket", url) from None
+        if _status(error) in (401, 403):
+            raise PermissionError(errno.EACCES, _first_line(error), url) from None
+        if _is_refused(error):
+            region, endpoint = map(os.environ.get, ("AWS_REGION", "AWS_ENDPOINT_URL"))
+            raise RefusedError(
+                errno.EINVAL,
+                f"{_first_line(error)}. The store refuses this request, and would refuse it again. "
+                f"Set AWS_REGION (now {region}) to the region of the bucket, and AWS_ENDPOINT_URL "
+                f"(now {endpoint}) to the address of its store",
+                url,
+            ) from None
         raise UnavailableError(errno.EIO, _first_line(error), url) from None
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status in the message of obstore; 0 if there is none."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else 0
+
+
+def _is_refused(error: Exception) -> bool:
+    """Returns True if the same request would fail again: of a wrong region, for example."""
+    text, status = str(error), _status(error)
+    if _REDIRECT in text or status == 501:
+        return True
+    if status == 400 and "performing HEAD" in text and "AWS_SESSION_TOKEN" in os.environ:
+        return False  # Without a body. The token may have expired.
+    is_passing = status in _PASSING or any(f"<Code>{code}<" in text for code in _PASSING_CODES)
+    return 400 <= status < 500 and not is_passing
 
 
 def _first_line(error: Exception) -> str:

@@ -34,7 +34,7 @@ import numpy as np
 from data.system import files, object_store
 from data.system.files import DataError
 from data.system.locks import locked
-from data.system.object_store import UnavailableError
+from data.system.object_store import RefusedError, UnavailableError
 from data.tfrecord.byte_ranges import ByteRanges, pread
 from data.tfrecord.crc import Int64s, Uint8s
 from data.tfrecord.damage import verify
@@ -322,6 +322,8 @@ def _patiently(call: Callable[[], None]) -> None:
     while True:
         try:
             return call()
+        except RefusedError:
+            raise
         except UnavailableError as error:
             log.warning("Data cannot be read: %s. Trying again.", error)
 

@@ -11,8 +11,10 @@ import pytest
 
 from strategies.transfer import AS_COMPUTED
 from tests.commands import run_python
+from trainer.api.arguments import parsed
 from trainer.config import Config, ConfigError, Recipe, load_recipe
 from trainer.config_file import absolute
+from trainer.flags.checks import read_recipe
 from trainer.guards.fingerprint import shared_settings
 from trainer.preflight import preflight
 
@@ -263,6 +265,8 @@ FUTURE = """
     @dataclasses.dataclass
     class Mine(Config):
         width: int = WIDTH
+        either: str | int = "x"
+        several: tuple[int, ...] | float | None = None
 
     def get_config() -> Mine:
         return Mine()
@@ -282,6 +286,9 @@ def test_file_may_import_its_neighbour_and_postpone_annotations(tmp_path: Path) 
     assert recipe.config.width == 7  # type: ignore[attr-defined]
     types = {item.name: item.type for item in dataclasses.fields(recipe.config)}
     assert types["width"] is int
+    with parsed([f"--config={path}", "--config.either=5", "--config.several=(1, 2)"]):
+        config = read_recipe().config
+        assert (config.either, config.several) == (5, (1, 2))  # type: ignore[attr-defined]
     assert load_recipe(f"{path}:wide").config.width == 99  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"mine.py:large defines no large\(\)"):
         load_recipe(f"{path}:large")

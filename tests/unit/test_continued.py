@@ -11,7 +11,7 @@ from tests.cluster.runs import ROOT
 from tests.commands import run_python
 from tests.unit.test_cluster_sources import INDEXED_JOB, SLURM
 from trainer.config import Config, ConfigError, flatten_as, load_recipe, recipe_of_run, to_json
-from trainer.flags.continued import print_next, with_settings_of_run
+from trainer.flags.continued import Settings, print_next, settings_of_run
 
 DIGITS = str(ROOT / "configs" / "digits.py")
 FLAGS = ["--strategy=ps", "--workers=3", "--sync_replicas"]
@@ -25,34 +25,31 @@ def write_run(directory: Path, recipe: str = DIGITS, flags: Any = FLAGS, **field
     return f"--model_dir={directory}"
 
 
-def continued(*words: str) -> list[str]:
-    return with_settings_of_run(["trainer", *words], ["workers"])[1:]
+def continued(*words: str) -> Settings:
+    found = settings_of_run(["trainer", *words], ["workers"])
+    assert found
+    return found
 
 
-def test_config_that_differs_from_the_file_and_the_flags_come_first(tmp_path: Path) -> None:
+def test_settings_are_the_config_file_the_fields_and_the_flags(tmp_path: Path) -> None:
     schedule = {"kind": "step", "boundaries": [3, 5], "values": [0.1, 0.2, 0.3]}
     given = write_run(tmp_path / "run", batch_size=32, schedule=schedule)
-    words = continued(given)
-    assert words[0] == f"--config={DIGITS}"
-    assert "--config.batch_size=32" in words
-    assert "--config.schedule.boundaries=(3, 5)" in words
-    assert "--config.data_dir=/data/digits" in words
-    assert not any(word.startswith("--config.seed") for word in words)
-    assert words[-4:] == [*FLAGS, given]
+    config, fields, flags = continued(given)
+    assert config == DIGITS
+    assert fields["batch_size"] == 32
+    assert fields["schedule.boundaries"] == (3, 5)
+    assert fields["data_dir"] == "/data/digits"
+    assert flags == FLAGS
 
 
 def test_what_is_typed_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = write_run(tmp_path / "run", train_steps=70)
-    assert "--config.train_steps=70" in continued(given)
-    for typed in ("--train_steps=90", "--epochs=3"):
-        assert "--config.train_steps=70" not in continued(given, typed)
-    assert "--workers=3" not in continued("--strategy=mirrored", given)
-    same = continued("--strategy=ps", given)
-    assert "--sync_replicas" in same, "the strategy is what it was"
-    assert [word for word in same if word.startswith("--strategy")] == ["--strategy=ps"]
-    assert continued(given, f"--config={DIGITS}") == [given, f"--config={DIGITS}"]
+    given = write_run(tmp_path / "run")
+    assert "--workers=3" not in continued("--strategy=mirrored", given).flags
+    same = continued("--strategy=ps", given).flags
+    assert same == FLAGS[1:], "the strategy is what it was"
+    assert settings_of_run(["trainer", given, f"--config={DIGITS}"], []) is None
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
-    words = continued(given)
+    words = continued(given).flags
     assert "--sync_replicas" in words
     assert "--workers=3" not in words, "it is for a cluster on this machine"
 
@@ -63,8 +60,9 @@ def test_scheduler_of_many_tasks_says_how_many_workers_there_are(
     given = write_run(tmp_path / "run", flags=["--strategy=ps", "--workers=3", "--ps=2"])
 
     def sizes(*words: str) -> list[str]:
-        continued = with_settings_of_run(["trainer", given, *words], ["workers", "ps"])
-        return [word for word in continued if word.startswith(("--workers", "--ps"))]
+        continued = settings_of_run(["trainer", given, *words], ["workers", "ps"])
+        assert continued
+        return [word for word in continued.flags if word.startswith(("--workers", "--ps"))]
 
     def set_all(environment: dict[str, str]) -> None:
         for name, value in environment.items():
@@ -84,7 +82,7 @@ def test_scheduler_of_many_tasks_says_how_many_workers_there_are(
 
 def test_new_directory_and_missing_config_file(tmp_path: Path) -> None:
     new = f"--model_dir={tmp_path / 'new'}"
-    assert continued(new) == [new]
+    assert settings_of_run(["trainer", new], []) is None
     given = write_run(tmp_path / "run", recipe="/gone.py")
     with pytest.raises(ConfigError, match=r"/gone\.py, which does not exist any more"):
         continued(given)
@@ -97,11 +95,41 @@ def test_recipe_of_a_run_has_the_config_of_the_run(tmp_path: Path) -> None:
     config = recipe_of_run(document).config
     assert (config.batch_size, config.data_dir) == (32, "/data/digits")
     assert config.class_weight == {0: 2.0}
-    (word,) = [word for word in continued(given) if "class_weight" in word]
-    program = "import sys; from trainer.flags import CONFIG, parsing; "
-    program += "parsing.parse_words(sys.argv); print(CONFIG.value.class_weight)"
-    done = run_python("-c", program, word)
-    assert done.stdout == "{0: 2.0}\n", done.stderr
+    assert continued(given).fields["class_weight"] == {0: 2.0}
+
+
+OWN = """
+from dataclasses import dataclass, field
+from trainer.config import Config
+
+@dataclass
+class Own(Config):
+    act: str | None = "x"
+    sizes: tuple[int, ...] | None = (1,)
+    rate: float | None = 0.5
+    names: list = field(default_factory=lambda: ["a"])
+    tag: object = 3
+
+get_config, build_model = Own, print
+"""
+
+
+def test_continued_run_has_the_values_that_were_recorded_and_what_is_typed(
+    tmp_path: Path,
+) -> None:
+    recipe = tmp_path / "own.py"
+    recipe.write_text(OWN)
+    # The defaults of the file were others when the run began.
+    recorded = {"act": None, "sizes": None, "rate": None, "names": ["b", "c"], "tag": "None"}
+    given = write_run(tmp_path / "run", str(recipe), [], **recorded, seed=5, train_steps=70)
+    program = "import sys; from trainer.flags import CONFIG, parsing, checks; "
+    program += "parsing.parse_words(sys.argv); config = checks.read_recipe().config; "
+    program += f"print([getattr(config, name) for name in {list(recorded)}], config.seed, "
+    program += "config.train_steps, sys.argv[1:])"
+    typed = [given, "--config.seed=7", "--config.rate=0.25", "--train_steps=90"]
+    done = run_python("-c", program, *typed)
+    values = [None, None, 0.25, ["b", "c"], "None"]
+    assert done.stdout == f"{values} 7 90 {typed}\n", done.stderr
 
 
 @dataclass

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from data.system.errors import UsageError
 from data.system.flags import with_home
+from tests.cluster.runs import ROOT
 from tests.commands import run_python
 from trainer import flags
 from trainer.api.arguments import parsed
 from trainer.flags.checks import read_recipe
+from trainer.flags.start import reserved
 
 # Does what a command does before TensorFlow is imported, for each row in a fork: flags are global.
 PROGRAM = """
@@ -98,6 +101,10 @@ WITHOUT_TF_CONFIG = [
     ("--config.data.on_corrupt=ignore", ("on_corrupt", "fail or skip", "'ignore'")),
     ("--config.train_steps=0", ("train_steps", "at least 1")),
     ("--config=a.py --config=b.py", ("2 times", "a.py, b.py")),
+    ("--batch_size=32 --config.batch_size=128", ("--batch_size=32", "--config.batch_size", "128")),
+    ("--config.data_dir=a --data_dir=b", ("--data_dir=b", "--config.data_dir", "a")),
+    ("--batch_size=32 --config.eval_batch_size=128", ()),
+    ("--flagfile=/no/such", ("--flagfile", "/no/such")),
     (f"{MULTI} --workers=1 --cpu_affinity=on", ()),
     (f"{MULTI} --wire_dtype=float16 --bucket_mb=1 --communication=ring", ()),
     (f"{MULTI} --workers=1 --wire_dtype=float16", ("--wire_dtype=float16", "one worker")),
@@ -236,6 +243,50 @@ def test_every_command_replaces_the_home_directory(
         assert read_recipe().config.data_dir == str(tmp_path / "d")
     other = run_python("-m", "data.inspect", "--data_dir=~/d", "--verify")
     assert f"{tmp_path}/d" in other.stderr
+
+
+def test_file_of_flags_is_read_before_the_settings_of_a_run_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = str(Path("configs/digits.py").resolve())
+    recorded = {"seed": 5, "data": {"eval_split": "test"}}
+    run = {"strategy": "mirrored", "recipe": recipe, "data_dir": "/d", "config": recorded}
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    file = tmp_path / "my.flags"
+    for words, batch_size, seed in (
+        (["--config=configs/digits.py", "--config.batch_size=32"], 32, 0),
+        ([f"--config={recipe}", "--model_dir=~", "--config.seed=3"], 64, 3),
+        (["--model_dir=~"], 64, 5),
+    ):
+        file.write_text("\n".join(words))
+        with parsed([f"--flagfile={file}"]):
+            config = read_recipe().config
+            assert (config.batch_size, config.seed) == (batch_size, seed)
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    digits = f"--config={ROOT / 'configs' / 'digits.py'}"
+    with parsed([digits]), reserved("runs/a") as first, reserved("runs/a") as second:
+        assert (first, second) == ("runs/a", "runs/a-2")
+        (tmp_path / first / "config.json").touch()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"], "a-2 was empty"
+    for words in ([digits, "--check"], [digits, "--model_dir=runs/b"]):
+        with parsed(words), reserved("runs/b") as given:
+            assert not (tmp_path / given).exists()
+    with parsed([digits]), reserved("new/a"):
+        assert (tmp_path / "new/a").is_dir()
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with (
+        parsed([digits]),
+        pytest.raises(UsageError, match="cannot be written"),
+        reserved("file/a"),
+    ):
+        pass
 
 
 def test_each_help_text_belongs_to_a_flag() -> None:

@@ -1,17 +1,22 @@
 """The third backend of files, against moto's server."""
 
+import contextlib
 import errno
+import http.server
 import logging
 import os
 import re
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.slow_link import SlowLink
 from data.system import files, object_store
-from data.system.object_store import MissingObstoreError, UnavailableError
+from data.system.errors import UsageError
+from data.system.object_store import MissingObstoreError, RefusedError, UnavailableError
 from data.system.scratch import scratch_dir
 from tests.commands import run_python
 from tests.s3 import link, needs_s3, url
@@ -85,6 +90,133 @@ def test_store_without_an_answer_is_unavailable_and_works_later(url: str, link: 
     link.is_open = True
     files.replace_file(f"{url}/file", b"later")
     assert files.read_text(f"{url}/file") == "later"
+
+
+class Answers:
+    """A store that gives one answer after the other, and the last one to all later requests."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        left, self.requests = list(answers), 0
+        self.token = ""
+        store = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                store.requests += 1
+                if self.command == "PUT" and store.token == "own":
+                    store.token = self.headers.get("x-amz-meta-trainer-token", "")
+                status, body = left.pop(0) if len(left) > 1 else left[0]
+                if self.command == "GET" and store.token:
+                    status, body = 200, "content"
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+                self.send_header("ETag", '"1"')
+                self.send_header("x-amz-meta-trainer-token", store.token)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body.encode())
+
+            do_GET = do_HEAD = do_PUT = answer
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Answers]]:
+    """Makes a store that gives these answers."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*statuses: tuple[int, str]) -> Answers:
+            store = stack.enter_context(contextlib.closing(Answers(*statuses)))
+            keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "r-1"}
+            more = {"AWS_ENDPOINT_URL": store.address, "AWS_MAX_ATTEMPTS": "2"}
+            for name, value in {**keys, **more}.items():
+                monkeypatch.setenv(name, value)
+            object_store._store.cache_clear()
+            return store
+
+        yield make
+    object_store._store.cache_clear()
+
+
+@pytest.mark.parametrize("token", ["own", "of another"])
+def test_object_whose_first_answer_was_lost_belongs_to_who_made_it(
+    token: str, answers: Callable[..., Answers]
+) -> None:
+    store = answers((500, ""), (412, ""))
+    store.token = token
+    assert object_store.put_new("s3://b/lock", b"chief 0") == (token == "own")
+    assert store.requests == 3
+
+
+def code(name: str) -> str:
+    return f"<Error><Code>{name}</Code></Error>"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "exit_code"),
+    [
+        (301, "", 2),
+        (400, code("AuthorizationHeaderMalformed"), 2),
+        (405, "", 2),
+        (501, "", 2),
+        (400, code("ExpiredToken"), 75),
+        (400, code("RequestTimeout"), 75),
+        (408, "", 75),
+        (429, "", 75),
+        (503, "", 75),
+    ],
+)
+def test_request_that_would_be_refused_again_is_a_mistake(
+    status: int, body: str, exit_code: int, answers: Callable[..., Answers]
+) -> None:
+    answers((status, body))
+    for call in (lambda: files.names_in("s3://b/x"), lambda: files.replace_file("s3://b/x", b"")):
+        with pytest.raises(UnavailableError) as raised:
+            call()
+        assert raised.value.exit_code == exit_code
+        named = [name in str(raised.value) for name in ("AWS_REGION (now r-1)", "AWS_ENDPOINT_URL")]
+        assert named == [exit_code == 2] * 2
+
+
+def test_head_without_a_body_may_be_of_a_token_that_has_expired(
+    answers: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers((400, ""))
+    with pytest.raises(RefusedError):
+        files.exists("s3://b/x")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "t")
+    with pytest.raises(UnavailableError) as raised:
+        files.exists("s3://b/x")
+    assert raised.value.exit_code == 75
+
+
+def test_keys_that_may_not_be_listed_are_a_lack_of_permission(
+    answers: Callable[..., Answers],
+) -> None:
+    answers((403, ""))
+    with pytest.raises(PermissionError):
+        files.names_in("s3://b/x")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://b/a//b", "s3://b//a", "s3://b/./a", "s3://b/a/..", "s3:///a", "s3://b/a\nb"]
+)
+def test_key_that_would_be_another_is_a_mistake(url: str) -> None:
+    for call in (files.exists, files.names_in, lambda path: files.replace_file(path, b"")):
+        with pytest.raises(UsageError, match="is no address of an object"):
+            call(url)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from werkzeug.serving import make_ssl_devcert
 
+from strategies.cluster.ports import free_ports
 from strategies.metrics import Metrics
 from tests.unit.test_cluster_sources import SLURM
 from trainer.api.arguments import parsed
@@ -59,6 +60,20 @@ def test_port_that_the_former_process_still_has_is_waited_for() -> None:
         assert listener
         listener.close()
         timer.join()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "::"])
+def test_page_is_served_at_addresses_of_both_versions(host: str, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    flags = [f"--metrics_port={port}", f"--metrics_host={host}"]
+    with parsed(["--config=configs/digits.py", *flags]):
+        listener = metrics_listener(is_chief=True)
+    assert listener
+    page = MetricsPage(listener, str(tmp_path), last_step=10)
+    for reached in {"::1": ["[::1]"], "::": ["[::1]", "127.0.0.1"]}.get(host, ["127.0.0.1"]):
+        with urllib.request.urlopen(f"http://{reached}:{port}/metrics", timeout=10) as answer:
+            assert b"trainer_last_step 10" in answer.read()
+    page.end(10)
 
 
 def test_page_has_the_step_and_the_newest_values(
@@ -110,10 +125,12 @@ def test_restarts_of_a_launcher_and_by_slurm_count(
     assert num_restarts(str(tmp_path), {"SLURM_RESTART_COUNT": "3", **SLURM}) == 3
     assert num_restarts("s3://bucket/run", {}) == 0
     monkeypatch.chdir(tmp_path)
-    logs = Path("runs/run/tasks")  # Of a run at a URL.
+    logs = Path("runs/bucket/run/tasks")  # Of a run at a URL.
     logs.mkdir(parents=True)
     (logs / "restarts.jsonl").write_text("{}\n")
-    assert num_restarts("gs://bucket/run", {}) == 1
+    for url in ("gs://bucket/run", "gs://bucket/run/", "s3://bucket/run", "hdfs:///bucket/run"):
+        assert num_restarts(url, {}) == 1
+    assert num_restarts("gs://other/run", {}) == 0, "it is another run"
 
 
 class Controller:

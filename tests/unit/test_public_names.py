@@ -1,5 +1,6 @@
 """The public interface of Python: documented names are the names, and the import is cheap."""
 
+import dataclasses
 import re
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 import trainer
 from tests.cluster.runs import ROOT
 from tests.commands import run_python
-from trainer.api.arguments import words_of
+from trainer.api.arguments import parsed, recipe_named, split_fields, words_of
 from trainer.config import Config, flatten
+from trainer.flags.checks import read_recipe
 
 
 def test_documented_names_are_the_public_names() -> None:
@@ -61,3 +63,34 @@ def test_arguments_become_flags_and_fields() -> None:
         "--config.class_weight={0: 2.0}",
         "--config.data.shuffle=False",
     ]
+
+
+@dataclasses.dataclass
+class Own(Config):
+    act: str | None = "x"
+    names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
+
+
+def test_values_that_no_text_means_are_set_in_the_config() -> None:
+    fields = flatten(Own())
+    arguments: dict[str, object] = {
+        "act": None,
+        "seed": 1,
+        "names": [],
+        "batch_size": None,
+        "data": {"label": None},
+    }
+    values, others = split_fields(arguments, fields)
+    assert values == {"act": None, "names": [], "data.label": None}
+    assert words_of(others, fields) == ["--config.seed=1"]
+    assert words_of({"ratee": None}, fields) == ["--ratee=None"], "it must be refused"
+    with recipe_named(Own(), {"build_model": print}) as target:
+        with parsed([f"--config={target}"], {"act": None, "names": ["b"]}):
+            config = read_recipe().config
+            assert isinstance(config, Own)
+            assert (config.act, config.names) == (None, ["b"])
+        with (
+            parsed([f"--config={target}"], {"data.label": None}),
+            pytest.raises(trainer.UsageError, match=r"config\.data\.label must be of type str"),
+        ):
+            read_recipe()

@@ -11,7 +11,10 @@ from data.system.object_store import UnavailableError
 from data.tfrecord.split import Split
 from tests.s3 import link, needs_s3, url
 from tests.unit.toy import Toy, assert_restores
+from trainer.config import Config
+from trainer.evaluator import _is_done
 from trainer.model_dir import check_model_dir
+from trainer.run_files import RunFiles
 
 __all__ = ["link", "url"]  # Fixtures.
 pytestmark = [pytest.mark.quick, needs_s3]
@@ -93,3 +96,14 @@ def test_checkpoint_that_cannot_be_read_now_is_not_considered_damaged(
         check_model_dir(url)
     link.is_open = True
     assert toy.restore().step == 4
+
+
+def test_evaluator_without_its_chief_takes_a_run_that_cannot_be_read_for_unfinished(
+    url: str, link: SlowLink
+) -> None:
+    document = {"step": 5, "eval": {}, "exit_code": 0, "why": "done"}
+    RunFiles(url).write_result(document)
+    assert _is_done(url, Config(train_steps=5))
+    assert not _is_done(url, Config(train_steps=6))
+    link.is_open = False
+    assert not _is_done(url, Config(train_steps=5)), "the thread that watches would have ended"

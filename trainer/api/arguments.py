@@ -53,7 +53,7 @@ def words_of(arguments: Mapping[str, object], fields: Mapping[str, object]) -> l
     """
     words = []
     for name, value in arguments.items():
-        if value is None:
+        if value is None and name in absl_flags.FLAGS:  # As a flag that is not typed.
             continue
         is_flag = name in absl_flags.FLAGS or name.startswith("config.")
         is_group = name not in fields and any(field.startswith(f"{name}.") for field in fields)
@@ -66,13 +66,36 @@ def words_of(arguments: Mapping[str, object], fields: Mapping[str, object]) -> l
     return words
 
 
+def split_fields(
+    arguments: Mapping[str, object], fields: Mapping[str, object]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Returns the values of fields that no text on a command line means, and the other arguments.
+
+    They are None and lists of fields that are lists. The names are those of `fields`.
+    """
+    values: dict[str, object] = {}
+    others: dict[str, object] = {}
+    for name, value in arguments.items():
+        is_none = value is None and name in fields and name not in absl_flags.FLAGS
+        if is_none or (isinstance(value, list) and isinstance(fields.get(name), list)):
+            values[name] = value
+        elif isinstance(value, Mapping) and name not in fields:
+            group = {f"{name}.{key}": item for key, item in value.items()}
+            found, _ = split_fields(group, fields)
+            values |= found
+            others[name] = {key: v for key, v in value.items() if f"{name}.{key}" not in found}
+        else:
+            others[name] = value
+    return values, others
+
+
 def _text(value: object) -> str:
     return str(tuple(value)) if isinstance(value, list) else str(value)
 
 
 @contextlib.contextmanager
-def parsed(words: Sequence[str]) -> Iterator[None]:
-    """Gives the flags the values of `words` while the context is open.
+def parsed(words: Sequence[str], fields: Mapping[str, object] | None = None) -> Iterator[None]:
+    """Gives the flags the values of `words`, and the config `fields`, while the context is open.
 
     Raises ConfigError as the command line does.
     """
@@ -86,7 +109,7 @@ def parsed(words: Sequence[str]) -> Iterator[None]:
     try:
         for flag in flags.FLAGS.flags_by_module_dict()[flags.__name__]:
             flag.unparse()
-        parse_words(sys.argv)
+        parse_words(sys.argv, fields)
         yield
     finally:
         sys.argv = argv

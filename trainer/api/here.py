@@ -16,16 +16,14 @@ import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import FrameType
 
 from typing_extensions import override
 
 from data.system.compat.first_tensor import has_tensors
 from data.system.errors import TrainerError, UsageError
-from data.system.files import exists, is_url
+from data.system.files import exists
 from data.system.pipes import outlives_terminal
 from trainer import flags, tf_setup
 from trainer.api.result import Result, result_of
@@ -66,12 +64,13 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
     from trainer import task
 
     start.set_train_steps(recipe)
-    model_dir = _model_dir(recipe)
+    model_dir = start.model_dir_of(recipe)
     if start.says_finished(recipe, model_dir, hides_gpus=False, dashes=""):
         return result_in(model_dir)
     spec = dataclasses.replace(start.task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:
-        exit_code = task.run(spec, Interrupts())
+        with start.reserved(model_dir) as model_dir:
+            exit_code = task.run(dataclasses.replace(spec, model_dir=model_dir), Interrupts())
     except TrainerError as error:
         if exists(RunFiles(model_dir).config):
             error.result = result_in(model_dir)
@@ -121,15 +120,6 @@ def _check_tensorflow(virtual_replicas: int) -> None:
             f"{devices[0].device_type} device(s). Restart the kernel, and call "
             f"trainer.train(..., {given}) first."
         )
-
-
-def _model_dir(recipe: Recipe) -> str:
-    """Returns the run's directory; waits if the default name, with its second, is taken."""
-    while True:
-        model_dir = start.model_dir_of(recipe)
-        if flags.MODEL_DIR.value is not None or is_url(model_dir) or not Path(model_dir).exists():
-            return model_dir
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from data.system.errors import UsageError
 from data.system.files import exists, is_url
 from trainer import flags
-from trainer.api.arguments import parsed, recipe_named, split_arguments, words_of
+from trainer.api.arguments import parsed, recipe_named, split_arguments, split_fields, words_of
 from trainer.api.command import run_command
 from trainer.api.result import Result
 from trainer.config import Config, flatten, load_recipe
@@ -60,8 +60,9 @@ def train(config: str | Path | Config | None = None, **arguments: object) -> Res
             target = None if config is None else os.fspath(config)
             fields = flatten(_config_of(target, others))
         named = [] if target is None else [f"--config={target}"]
+        values, others = split_fields(others, fields)
         words = [*named, *words_of(others, fields)]
-        stack.enter_context(parsed(words))
+        stack.enter_context(parsed(words, values))
         # With --max_restarts a launcher supervises the process.
         if flags.STRATEGY.value == "mirrored" and not flags.MAX_RESTARTS.present:
             from trainer.api.here import run_here
@@ -73,6 +74,12 @@ def train(config: str | Path | Config | None = None, **arguments: object) -> Res
                 f"{flags.STRATEGY.value!r} needs a config file: each process of the cluster "
                 "imports it. Write get_config() and the functions to a file, and type, for "
                 f"example: trainer.train('my_model.py', strategy={flags.STRATEGY.value!r})."
+            )
+        if values:
+            name, value = next(iter(values.items()))
+            raise UsageError(
+                f"{name}={value!r} cannot be given to the processes of a cluster, which get text. "
+                f"Set it in the config file: config.{name} = {value!r}, in get_config()."
             )
         return run_command(words)
 

@@ -15,7 +15,7 @@ is fast.
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
@@ -184,10 +184,15 @@ CONFIG = config_flags.DEFINE_config_file(
 class _ConfigParser(flags.ArgumentParser):
     """Loads the config file as a module; ml_collections would execute it without neighbours."""
 
-    def parse(self, argument: str) -> "Config":
-        from trainer.config import load_recipe
+    # Fields that are set before those that are typed. Not every value can be written as text.
+    fields: Mapping[str, object] = {}
 
-        return load_recipe(argument).config
+    def parse(self, argument: str) -> "Config":
+        from trainer.config import load_recipe, set_fields
+
+        config = load_recipe(argument).config
+        set_fields(config, self.fields)
+        return config
 
 
 FLAGS["config"].parser = _ConfigParser()

@@ -44,8 +44,15 @@ def read_recipe() -> Recipe:
     config = flags.CONFIG.value
     _check_epochs()
     for name, flag in flags.SHORTCUTS.items():
-        if flag.value is not None:
-            setattr(config, name, flag.value)
+        if flag.value is None:
+            continue
+        field = f"config.{name}"
+        if field in flags.FLAGS and flags.FLAGS[field].present:
+            raise ConfigError(
+                f"--{name}={flag.value} is short for --{field}, which is given too: "
+                f"{flags.FLAGS[field].value}. Leave one of the two out."
+            )
+        setattr(config, name, flag.value)
     check(config)
     if any(map(is_s3, (flags.MODEL_DIR.value or "", data_dir(config)))):
         try:
@@ -82,7 +89,13 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
     if inherited := os.environ.pop(METRICS_FD, None):
         return socket.socket(fileno=int(inherited))
     try:
-        return when_released(lambda: socket.create_server((host, port)))
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # The first of IPv4 if there is one: localhost is 127.0.0.1, too.
+        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return when_released(
+            lambda: socket.create_server(address, family=family, dualstack_ipv6=both)
+        )
     except OSError as error:
         raise ConfigError(
             f"--metrics_port={port} cannot be listened at on {host}: {error.strerror}. Give "

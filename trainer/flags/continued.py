@@ -1,6 +1,6 @@
 """`--model_dir=RUN` alone continues RUN: its config file, config and flags come from config.json.
 
-    argv = with_settings_of_run(argv)           # before the flags are parsed
+    settings = settings_of_run(argv, local_flags)       # before the flags are parsed
     print_next(exit_code, "runs/a")             # after a run: what to type
 
 Flags on the command line take precedence. With --config nothing is taken from config.json.
@@ -11,10 +11,10 @@ import itertools
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from data.system.files import exists, is_url, shown
-from trainer.config import PYTHON_CONFIG, ConfigError, flatten, flatten_as, load_recipe
+from trainer.config import PYTHON_CONFIG, ConfigError, flatten_as, load_recipe
 from trainer.config_file import split_target
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.run_files import Document, RunFiles
@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 
 # Flags that describe a cluster of several hosts: then no cluster on this machine is continued.
 _DESCRIPTIONS = ("worker_hosts", "ps_hosts", "chief_hosts", "hosts")
-_STEPS = ("train_steps", "epochs", "config.train_steps")
+
+
+class Settings(NamedTuple):
+    """What a run was started with: its config file, the fields of its config, and its flags."""
+
+    config: str
+    fields: dict[str, object]
+    flags: list[str]
 
 
 def values_of(argv: Sequence[str]) -> dict[str, str]:
@@ -37,27 +44,28 @@ def values_of(argv: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> list[str]:
-    """Returns `argv` with the settings of the run in --model_dir, if it exists, put before it.
+def settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> Settings | None:
+    """Returns the settings of the run in --model_dir, if it exists and `argv` has no --config.
 
-    `local_flags` are for a cluster on this machine. Raises ConfigError if the config file is gone.
+    Flags that `argv` has are left out. `local_flags` are for a cluster on this machine. Raises
+    ConfigError if the config file is gone.
     """
     given = values_of(argv)
     model_dir = given.get("model_dir", "")
     if "config" in given or not model_dir or is_url(model_dir):
-        return list(argv)
+        return None
     files = RunFiles(model_dir)
     if not exists(files.config):
-        return list(argv)
+        return None
     document = files.read_config()
-    words = _config_words(document, given, model_dir)
+    words: list[str] = []
     if given.get("strategy", document["strategy"]) == document["strategy"]:
         of_strategy = document.get("flags", [f"--strategy={document['strategy']}"])
         if document["strategy"] != "mirrored":
             ignored = _ignored(given, local_flags)
             of_strategy = [word for word in of_strategy if _name_of(word) not in ignored]
-        words += [word for word in of_strategy if _name_of(word) not in given]
-    return [argv[0], *words, *argv[1:]]
+        words = [word for word in of_strategy if _name_of(word) not in given]
+    return Settings(document["recipe"], _fields(document, model_dir), words)
 
 
 def _name_of(word: str) -> str:
@@ -77,7 +85,7 @@ def _ignored(given: Mapping[str, str], local_flags: Sequence[str]) -> set[str]:
     return set(local_flags) - set(kept) if has_cluster or source else set()
 
 
-def _config_words(document: Document, given: Mapping[str, str], model_dir: str) -> list[str]:
+def _fields(document: Document, model_dir: str) -> dict[str, object]:
     path = document["recipe"]
     if path == PYTHON_CONFIG:
         raise ConfigError(
@@ -89,16 +97,9 @@ def _config_words(document: Document, given: Mapping[str, str], model_dir: str) 
             f"The run in {model_dir} was started with the config file {path}, which does not exist "
             "any more. Put it back, or name its new place with --config=FILE."
         )
-    config = load_recipe(path).config
-    defaults = flatten(config)
-    words = [f"--config={path}"]
-    for name, value in flatten_as(config, document["config"]).items():
-        if name == "data_dir":
-            value = document["data_dir"]  # Absolute: the run may have begun in another directory.
-        is_replaced = name == "train_steps" and any(step in given for step in _STEPS)
-        if not is_replaced and value != defaults[name]:
-            words.append(f"--config.{name}={value}")
-    return words
+    fields = flatten_as(load_recipe(path).config, document["config"])
+    # Absolute: the run may have begun in another directory.
+    return {**fields, "data_dir": document["data_dir"]}
 
 
 def print_next(exit_code: int, model_dir: str, cluster: "Cluster | None" = None) -> None:

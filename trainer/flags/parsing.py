@@ -56,25 +56,34 @@ def parse(argv: Sequence[str]) -> list[str]:
         sys.exit(EXIT_USAGE)
 
 
-def parse_words(argv: Sequence[str]) -> list[str]:
-    """Parses the words of a command line. Raises a UsageError for the first mistake."""
+def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) -> list[str]:
+    """Parses the words of a command line. Raises a UsageError for the first mistake.
+
+    `given` has fields of the config that are given as objects.
+    """
     from trainer.config import ConfigError, load_recipe
-    from trainer.flags.continued import with_settings_of_run
+    from trainer.flags.continued import settings_of_run
 
     check_utf8(argv)
+    try:
+        argv = [argv[0], *FLAGS.read_flags_from_files(argv[1:], force_gnu=False)]  # --flagfile.
+    except absl.flags.Error as error:
+        raise ConfigError(f"--flagfile cannot be read: {error}") from None
     argv = with_home(argv)
     paths, others = _split_config(argv)
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
+    path, fields = paths[0] if paths else flags.DEFAULT_CONFIG, {}
     if not paths:
         local = (flags.LOCAL, flags.LOCAL_OR_HOSTS)
         local_flags = [name for name, scope in flags.SCOPES.items() if scope.where in local]
-        argv = with_settings_of_run(argv, local_flags)
-        paths, others = _split_config(argv)
-    # The tasks of a cluster on this machine get the command line of their launcher. ml_collections
-    # reads it, too, and needs --config before its fields.
+        if settings := settings_of_run(argv, local_flags):
+            path, fields = settings.config, settings.fields
+            others = [*settings.flags, *others]
+    FLAGS["config"].parser.fields = {**fields, **(given or {})}
+    # The tasks of a cluster on this machine get the command line of their launcher, and read the
+    # settings of the run as it does. ml_collections needs --config before its fields.
     sys.argv[1:] = [*(f"--config={path}" for path in paths), *others]
-    path = paths[0] if paths else flags.DEFAULT_CONFIG
     argv = [argv[0], f"--config={path}", *others]
     config = load_recipe(path).config
     try:

@@ -4,6 +4,7 @@
     cluster = read_cluster(is_launched=False)               # None: one process
     exit_code = check_before_launch(recipe, cluster)        # READY: the tasks can be started
     spec = task_spec(recipe, cluster, model_dir_of(recipe))
+    with reserved(spec.model_dir) as model_dir:             # no other run gets it
 
 The name of a new directory says what was changed on the command line. Fields that say where things
 are, and how often they are written, are left out: they do not change what is learnt.
@@ -12,9 +13,12 @@ TensorFlow, and what imports it, is imported in the functions: a launcher checks
 own process stays without TensorFlow. What only a cluster needs is imported there, too.
 """
 
+import contextlib
+import itertools
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +63,36 @@ def model_dir_of(recipe: Recipe) -> str:
     name = Path(recipe.files[0]).stem if recipe.files else "python"
     words = [name, flags.STRATEGY.value, *changes(recipe)]
     return str(Path("runs") / "-".join([*words, time.strftime("%Y%m%d-%H%M%S")]))
+
+
+@contextlib.contextmanager
+def reserved(model_dir: str) -> Iterator[str]:
+    """Makes the default directory, and removes what it made at the end if it is empty then.
+
+    If another run has the name, -2, -3 and so on is appended: runs that start in the same second
+    are different runs. A given --model_dir is left as it is.
+
+    Raises ModelDirError or DiskError if the directory cannot be made.
+    """
+    if flags.MODEL_DIR.value is not None or flags.CHECK.value:
+        yield model_dir
+        return
+    from trainer.model_dir import disk_errors_explained
+
+    parent = os.path.dirname(model_dir)
+    has_parent = os.path.exists(parent)
+    for number in itertools.count(1):
+        path = model_dir if number == 1 else f"{model_dir}-{number}"
+        with disk_errors_explained(path), contextlib.suppress(FileExistsError):
+            os.makedirs(path)
+            break
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):  # It is not empty: the run has begun.
+            os.rmdir(path)
+            if not has_parent:
+                os.rmdir(parent)
 
 
 def changes(recipe: Recipe) -> list[str]:

@@ -6,7 +6,9 @@ A command that needs the model of a run executes the config file that config.jso
 user who can write or replace one of these two files could run code as this user.
 """
 
+import grp
 import os
+import pwd
 import stat
 from pathlib import Path
 
@@ -36,8 +38,9 @@ def check_trust(model_dir: str) -> None:
 def doubt(model_dir: str) -> str:
     """Returns the reason not to execute the config file of a run, and what to type; or "".
 
-    config.json and the config file are checked, each with its directory and the directory above. A
-    bucket has permissions of its own. A config file of this program is as safe as the program.
+    config.json and the config file are checked, each with its directory and the directory above,
+    and the Python files beside the config file, which it may import. A bucket has permissions of
+    its own. A config file of this program is as safe as the program.
     """
     if is_url(model_dir):
         return ""
@@ -47,7 +50,8 @@ def doubt(model_dir: str) -> str:
     for path in executed if os.path.isfile(place) else executed[:1]:
         if _PROGRAM in path.parents:
             continue
-        for each in (path, path.parent, path.parent.parent):
+        neighbours = () if path == executed[0] else filter(Path.is_file, path.parent.glob("*.py"))
+        for each in (path, path.parent, path.parent.parent, *neighbours):
             if writer := _other_writer(each):
                 return (
                     f"The config file of {model_dir}, {place}, would be executed as your user, but "
@@ -60,5 +64,27 @@ def _other_writer(path: Path) -> str:
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to another user (uid {found.st_uid})"
-    is_shared = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-    return "can be written by every user" if is_shared else ""
+    if found.st_mode & stat.S_ISVTX and path.is_dir():  # Nobody replaces the files of others.
+        return ""
+    if found.st_mode & stat.S_IWOTH:
+        return "can be written by every user"
+    group = _shared_group(found) if found.st_mode & stat.S_IWGRP else ""
+    return f"can be written by the group {group}" if group else ""
+
+
+def _shared_group(found: os.stat_result) -> str:
+    """Returns the name of a file's group if it has members other than the file's owner, or "".
+
+    The group that has the owner's name is private. A group without a name has no known members: in
+    a container, for example.
+    """
+    try:
+        group = grp.getgrgid(found.st_gid)
+    except KeyError:
+        return ""
+    try:
+        owner = pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        owner = ""
+    is_private = group.gr_name == owner or (not owner and found.st_gid == found.st_uid)
+    return "" if is_private and not set(group.gr_mem) - {owner} else group.gr_name
