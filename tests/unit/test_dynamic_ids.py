@@ -332,6 +332,26 @@ def test_a_checkpoint_of_slots_of_the_same_names_and_other_shapes_is_refused(
     assert_restored(tmp_path, make_learner(Adagrad(0.1)), 1)
 
 
+def test_a_table_that_is_not_trained_any_more_is_restored_without_its_slots(
+    tmp_path: Path,
+) -> None:
+    """So config.freeze may be given when a run is resumed; an earlier version ignored it."""
+    saved = make_learner(Adagrad(0.1))
+    train(saved, batches=BATCHES[:5])
+    checkpointer = saved_in(tmp_path, saved, 5)
+    frozen = make_learner(Adagrad(0.1), trainable=False)
+    assert Checkpointer(str(tmp_path), frozen, {}, keep=2).restore_model("step-00000005").step == 5
+    assert_restored(tmp_path, frozen, 5)
+    train(frozen, batches=BATCHES[5:7])
+    found, expected = values_of(frozen), values_of(saved)
+    assert found.keys() == {"ids", "use", "rows"}
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name])
+    saved_in(tmp_path, frozen, 7)
+    with pytest.raises(ModelDirError, match=r"float32\[None, 4\] there, .* accumulator here"):
+        checkpointer.check()
+
+
 @pytest.mark.slow
 def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None:
     learner = make_learner(parts=3, admit_after=4)
