@@ -415,11 +415,13 @@ def test_a_table_that_is_not_trained_needs_rows_to_begin_with(tmp_path: Path) ->
     check(saved)
     set_values(empty := make_model(Adagrad(0.1)), saved)
     empty.save(tmp_path / "model.keras")
-    for without in (lambda: make_learner(trainable=False, replica=0), lambda: learner_of(load)):
-        for learner in (without(), dry_run(without)[0]):
-            with pytest.raises(
-                ConfigError, match=r"ids: .* has none.*leave it out of c"
-            ):
+    makes: list[Callable[[], Learner]] = [
+        lambda: make_learner(trainable=False, replica=0),
+        lambda: learner_of(load),
+    ]
+    for make in makes:
+        for learner in (make(), dry_run(make)[0]):
+            with pytest.raises(ConfigError, match=r"ids: .* has none.*leave it out of c"):
                 check(learner)
     train(saved, batches=BATCHES[:3])
     set_values(exported := make_model(Adagrad(0.1)), saved)
