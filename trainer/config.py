@@ -50,7 +50,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from data.system.files import FAIL, SKIP
+from data.system.files import FAIL, SKIP, expanded
 from data.system.files import absolute as absolute_path
 from trainer.config_file import errors_explained, load_module, split_target
 from trainer.step.options import (
@@ -373,7 +373,7 @@ def num_lanes(config: Config) -> int:
 
 def data_dir(config: Config) -> str:
     """The directory of the TFRecord files."""
-    return config.data_dir or str(Path("datasets") / config.dataset)
+    return expanded(config.data_dir) or str(Path("datasets") / config.dataset)
 
 
 def flatten(config: object) -> dict[str, object]:

@@ -111,7 +111,10 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     check_batches(inputs, learner, recipe)
     check_export(recipe, learner.model, specs)
     checkpointer = build_checkpointer(recipe, model_dir, inputs, learner)
-    return Findings(recipe, inputs, learner, checkpointer, groups, checkpointer.check())
+    saved = checkpointer.check()
+    if learner.tables and not saved:
+        learner.tables.check_rows()
+    return Findings(recipe, inputs, learner, checkpointer, groups, saved)
 
 
 def num_replicas_here(num_gpus: int | None) -> int:

@@ -199,6 +199,8 @@ def _resume(parts: Parts) -> Saved | None:
     spec, executor, recovery = parts.spec, parts.executor, parts.executor.recovery
     files = RunFiles(spec.model_dir)
     saved = restore_newest(parts)
+    if parts.learner.tables and not saved:
+        parts.learner.tables.check_rows()
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()

@@ -49,9 +49,17 @@ def join(directory: str, name: str) -> str:
     return f"{directory.rstrip('/')}/{name}" if is_url(directory) else os.path.join(directory, name)
 
 
+def expanded(path: str) -> str:
+    """`path` with the home directory in place of `~` in `~/...`.
+
+    Not of `~` alone, or of `~name`: a value of a flag that begins so need not be a path.
+    """
+    return os.path.expanduser(path) if path.startswith("~/") else path
+
+
 def absolute(path: str) -> str:
-    """The absolute path; a URL without its last "/"."""
-    return path.rstrip("/") if is_url(path) else os.path.abspath(path)
+    """The absolute path, also of `~/...`; a URL without its last "/"."""
+    return path.rstrip("/") if is_url(path) else os.path.abspath(expanded(path))
 
 
 def shown(path: str) -> str:

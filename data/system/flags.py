@@ -10,8 +10,9 @@ from types import MappingProxyType
 from absl import flags
 
 from data.system.errors import UsageError
+from data.system.files import expanded
 
-_HOME = re.compile(r"(--?[\w.]+=)(~[\w.-]*(?:/.*)?)", re.DOTALL)
+_HOME = re.compile(r"(--?[\w.]+=|)(~/.*)", re.DOTALL)
 _HELP = ("help", "h", "?", "helpshort", "helpfull", "helpxml")
 
 
@@ -57,13 +58,14 @@ def check_utf8(argv: Sequence[str]) -> None:
 
 
 def with_home(argv: Sequence[str]) -> list[str]:
-    """`argv` with the home directory in place of `~` at the begin of a value: `--model_dir=~/run`.
+    """`argv` with the home directory in place of `~` in values that begin with `~/`.
 
-    Shells replace it only at the begin of a word. A directory of that name is `./~`.
+    A shell does not replace it in `--model_dir=~/run`, and other programs start this one without
+    a shell. A directory of that name is `./~`.
     """
     found = (_HOME.fullmatch(word) for word in argv)
     return [
-        f"{match[1]}{os.path.expanduser(match[2])}" if match else word
+        f"{match[1]}{expanded(match[2])}" if match else word
         for word, match in zip(argv, found, strict=True)
     ]
 

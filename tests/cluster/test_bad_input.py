@@ -127,6 +127,14 @@ CASES = {
         )
         for check in CHECKED
     },
+    **{
+        f"table of dynamic ids that would be zeros for ever {more}": Case(
+            "--config=tests/cluster/configs/tables.py --data_dir={digits} --config.freeze=few "
+            + more,
+            ("ShardedEmbedding few", "has none", "leave it out of config.freeze"),
+        )
+        for more in ("", "--check", MULTI)
+    },
     "early stopping with an evaluator": Case(
         f"{MULTI} --config.early_stopping.patience=2 --config.eval_every_steps=10",
         ("config.early_stopping", "evaluator"),

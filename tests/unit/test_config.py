@@ -117,6 +117,7 @@ def test_value_out_of_its_bounds_is_refused_with_what_to_type(
 def test_data_directory_is_named_after_the_data_set_unless_given() -> None:
     assert data_dir(Config(dataset="mnist")) == "datasets/mnist"
     assert data_dir(Config(dataset="mnist", data_dir="/d")) == "/d"
+    assert data_dir(Config(data_dir="~/d")) == str(Path.home() / "d")
 
 
 def test_fields_are_named_as_on_the_command_line() -> None:

@@ -40,7 +40,7 @@ from trainer.hooks.base import CatchUp
 from trainer.learner import Learner
 from trainer.learner.variables import set_values
 from trainer.step.losses import sparse_categorical_crossentropy
-from trainer.step.options import WarmStartConfig
+from trainer.step.options import ConfigError, WarmStartConfig
 
 # Also the largest and smallest ids, and negative ones.
 NAMES = np.array([0, 1, 2, 5, 10**12, -1, -7, 2**63 - 1, -(2**63), 77, 78, 79])
@@ -332,6 +332,26 @@ def test_a_checkpoint_of_slots_of_the_same_names_and_other_shapes_is_refused(
     assert_restored(tmp_path, make_learner(Adagrad(0.1)), 1)
 
 
+def test_a_table_that_is_not_trained_any_more_is_restored_without_its_slots(
+    tmp_path: Path,
+) -> None:
+    """So config.freeze may be given when a run is resumed; an earlier version ignored it."""
+    saved = make_learner(Adagrad(0.1))
+    train(saved, batches=BATCHES[:5])
+    checkpointer = saved_in(tmp_path, saved, 5)
+    frozen = make_learner(Adagrad(0.1), trainable=False)
+    assert Checkpointer(str(tmp_path), frozen, {}, keep=2).restore_model("step-00000005").step == 5
+    assert_restored(tmp_path, frozen, 5)
+    train(frozen, batches=BATCHES[5:7])
+    found, expected = values_of(frozen), values_of(saved)
+    assert found.keys() == {"ids", "use", "rows"}
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name])
+    saved_in(tmp_path, frozen, 7)
+    with pytest.raises(ModelDirError, match=r"float32\[None, 4\] there, .* accumulator here"):
+        checkpointer.check()
+
+
 @pytest.mark.slow
 def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None:
     learner = make_learner(parts=3, admit_after=4)
@@ -377,6 +397,39 @@ def test_a_loaded_model_is_trained_from_its_rows_and_exported_with_them(
     assert np.abs(values_of(learner)["rows"][:3] - expected["rows"][:3]).max() > 1e-3
     set_values(again := load(), learner)
     assert_files_predict_alike(again, tmp_path, learner.model, IDS[0])
+
+
+def test_a_table_that_is_not_trained_needs_rows_to_begin_with(tmp_path: Path) -> None:
+    """A run could only compute with zeros."""
+
+    def load() -> keras.Model:
+        model = keras.models.load_model(tmp_path / "model.keras")
+        model.get_layer("ids").trainable = False
+        return model
+
+    def check(learner: Learner) -> None:
+        assert learner.tables
+        learner.tables.check_rows()
+
+    saved = make_learner(Adagrad(0.1))
+    check(saved)
+    set_values(empty := make_model(Adagrad(0.1)), saved)
+    empty.save(tmp_path / "model.keras")
+    makes: list[Callable[[], Learner]] = [
+        lambda: make_learner(trainable=False, replica=0),
+        lambda: learner_of(load),
+    ]
+    for make in makes:
+        for learner in (make(), dry_run(make)[0]):
+            with pytest.raises(ConfigError, match=r"ids: .* has none.*leave it out of c"):
+                check(learner)
+    train(saved, batches=BATCHES[:3])
+    set_values(exported := make_model(Adagrad(0.1)), saved)
+    exported.save(tmp_path / "model.keras")
+    check(dry_run(lambda: learner_of(load))[0])
+    check(first := learner_of(load))
+    np.testing.assert_array_equal(values_of(first)["rows"], values_of(saved)["rows"])
+    check(learner_of(lambda: first.model))  # Its second run.
 
 
 def test_a_second_learner_of_a_model_begins_with_its_rows_and_without_its_slots() -> None:

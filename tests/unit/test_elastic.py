@@ -95,6 +95,33 @@ def test_group_that_cannot_be_read_is_said_once_and_starts_nothing(
     assert host.look() is Step.START
 
 
+def test_outage_that_comes_again_is_said_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host = Host(tmp_path)
+    group = tmp_path / "membership" / "group-00000001.json"
+    for _ in range(2):
+        group.mkdir(parents=True)
+        # However long storage fails, the launcher waits.
+        assert {host.look(Activity.RUNNING) for _ in range(10)} == {Step.NONE}
+        group.rmdir()
+        host.look(Activity.RUNNING)
+    assert capfd.readouterr().err.count("could not be read") == 2
+
+
+def test_launcher_without_a_task_ends_if_the_file_of_the_group_stays_damaged(
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path)
+    group = tmp_path / "membership" / "group-00000001.json"
+    group.parent.mkdir()
+    group.write_text("{")
+    assert [host.look() for _ in range(4)] == [Step.NONE] * 4
+    assert host.look(Activity.RUNNING) is Step.NONE  # What is being trained goes on.
+    with pytest.raises(ClusterError, match=r"group-00000001\.json is damaged: .*rm -r "):
+        host.look()
+
+
 def test_launcher_with_another_config_starts_no_task_that_could_meet_others(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.alive, host.identities[0] = {0, 1}, "another"

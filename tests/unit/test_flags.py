@@ -218,28 +218,30 @@ def test_flag_works_or_is_refused(
     ("typed", "meant"),
     [
         ("--model_dir=~/a b", "--model_dir=/home/me/a b"),
-        ("-config.warm_start.path=~", "-config.warm_start.path=/home/me"),
+        ("-config.warm_start.path=~/", "-config.warm_start.path=/home/me/"),
+        ("~/b", "/home/me/b"),
+        ("--delimiter=~", "--delimiter=~"),
+        ("--data_dir=~root/a", "--data_dir=~root/a"),
         ("--config=~/a.py:small", "--config=/home/me/a.py:small"),
-        ("--data_dir=~nobody-has-this-name/a", "--data_dir=~nobody-has-this-name/a"),
         ("--model_dir=./~/a", "--model_dir=./~/a"),
         ("--model_dir=s3://b/~/a", "--model_dir=s3://b/~/a"),
         ("--splits=train=~/a", "--splits=train=~/a"),
     ],
 )
-def test_home_directory_is_found_after_the_equals_sign(
+def test_home_directory_is_found_at_the_begin_of_a_value(
     typed: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert with_home(["trainer", typed, "~/b"]) == ["trainer", meant, "~/b"]
+    assert with_home(["trainer", typed]) == ["trainer", meant]
 
 
 def test_every_command_replaces_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    with parsed(["--config=configs/digits.py", "--model_dir=~/a", "--config.data_dir=~/d"]):
+    with parsed(["--config=configs/digits.py", "--model_dir", "~/a", "--config.data_dir=~/d"]):
         assert flags.MODEL_DIR.value == str(tmp_path / "a")
-        assert f"--model_dir={tmp_path}/a" in sys.argv  # The tasks of a cluster get it.
+        assert f"{tmp_path}/a" in sys.argv  # The tasks of a cluster get it.
         assert read_recipe().config.data_dir == str(tmp_path / "d")
     other = run_python("-m", "data.inspect", "--data_dir=~/d", "--verify")
     assert f"{tmp_path}/d" in other.stderr

@@ -135,6 +135,18 @@ def test_reports_of_an_evaluator_task_are_shown_whichever_file_is_replaced(run: 
         assert status.curve("eval", "loss") == [1 / (100 if path == "metrics.jsonl" else 50)]
 
 
+def test_the_evaluations_of_the_latest_step_are_shown(run: Path) -> None:
+    """The run was resumed with an evaluator task, or without."""
+    (run / "evaluator").mkdir()
+    (run / "evaluator" / "metrics.jsonl").write_text(report(150, split="eval"))
+    status = training(run)
+    assert status.curve("eval", "loss") == [1 / 150]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(report(200, split="eval"))
+    status.poll()
+    assert status.curve("eval", "loss") == [1 / 100, 1 / 200]
+
+
 def test_worker_that_the_run_gave_up_is_not_shown(run: Path) -> None:
     status = training(run)
     status.read_line("1 worker(s) train from now on, not 2: membership/workers says 1.")

@@ -75,8 +75,11 @@ def test_only_weights_are_restored(path: str, source: Learner, tmp_path: Path) -
     assert "norm/moving_mean" in learner.origin
 
 
-def test_older_checkpoint_is_used_if_it_is_named(source: Learner, tmp_path: Path) -> None:
-    learner = build_learner(recipe(str(tmp_path / "checkpoints/step-00000005")))
+def test_older_checkpoint_is_used_if_it_is_named(
+    source: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    learner = build_learner(recipe("~/checkpoints/step-00000005"))
     np.testing.assert_allclose(weights(learner)[0], weights(source)[0] - 1, atol=1e-6)
 
 

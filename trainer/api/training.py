@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data.system.errors import UsageError
-from data.system.files import exists, is_url
+from data.system.files import exists, expanded, is_url
 from trainer import flags
 from trainer.api.arguments import parsed, recipe_named, split_arguments, split_fields, words_of
 from trainer.api.command import run_command
@@ -86,7 +86,7 @@ def train(config: str | Path | Config | None = None, **arguments: object) -> Res
 
 def _config_of(target: str | None, arguments: Mapping[str, object]) -> Config:
     """The config with the fields that arguments may name."""
-    model_dir = str(arguments.get("model_dir") or "")
+    model_dir = expanded(str(arguments.get("model_dir") or ""))
     if target is None and model_dir and not is_url(model_dir):
         files = RunFiles(model_dir)
         if exists(files.config):

@@ -35,7 +35,7 @@ from strategies.lost_peers import LOSSES
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
-from trainer.checkpoints.identity import Identity, differences, identity_of, refusal
+from trainer.checkpoints.identity import DYNAMIC_SLOTS, Identity, differences, identity_of, refusal
 from trainer.checkpoints.marks import DamagedError, Mark, Saved, UnreadableError, complete_mark
 from trainer.checkpoints.retention import outdated
 from trainer.checkpoints.snapshot import Snapshot, checkpoint_of, tensorflow_variables
@@ -51,9 +51,6 @@ log = logging.getLogger(__name__)
 # The key in `Saved.config` of the learning rate with which the run, or its last resume, has begun.
 GIVEN_RATE = "given_rate"
 _BEGUN_STEP = "begun_step"
-
-# The key in the identity of the optimizer slots of tables of dynamic ids.
-_DYNAMIC_SLOTS = "dynamic_table_slots"
 
 
 class ModelDirError(UsageError):
@@ -120,7 +117,7 @@ class Checkpointer:
             "variables": saved_variables(learner.model),
             "optimizer's variables": learner.optimizer.variables,
             **learner.state,
-            **({_DYNAMIC_SLOTS: tables.dynamic_slots()} if tables else {}),
+            **({DYNAMIC_SLOTS: tables.dynamic_slots()} if tables else {}),
         }
         self._identity = identity_of(settings, kinds)
         self._data_keys = identity.keys()
@@ -440,8 +437,10 @@ class Checkpointer:
 
     def _check_identity(self, name: str, mark: Mark, ignored: Collection[str] = ()) -> None:
         # Former versions recorded neither: these are not compared.
-        slots = self._identity.values.get(_DYNAMIC_SLOTS)
-        values = {**keras_settings(), _DYNAMIC_SLOTS: slots, **mark.identity.values}
-        saved = Identity(values, mark.identity.names)
+        slots = self._identity.values.get(DYNAMIC_SLOTS)
+        values = {**keras_settings(), DYNAMIC_SLOTS: slots, **mark.identity.values}
+        # The slots of tables that are not trained, or not any more, are not read.
+        untrained = [la.table.path for la in self._tables if la.is_dynamic and not la.trainable]
+        saved = Identity(values, mark.identity.names).without_slots(untrained)
         if lines := differences(saved, self._identity, ignored):
             raise ModelDirError(refusal(self._store.path(name), lines))

@@ -13,12 +13,38 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+_VARIABLES = "variables"
+DYNAMIC_SLOTS = "dynamic_table_slots"  # The key of the slots of tables of dynamic ids.
+
 
 class Identity(NamedTuple):
     """JSON values that must be equal, and the names of variables, which only messages have."""
 
     values: Mapping[str, object]  # That of a kind of variables is a list of descriptions.
     names: Mapping[str, Sequence[str]]  # By the kind of the variables.
+
+    def without_slots(self, tables: Collection[str]) -> "Identity":
+        """Returns this identity without the slots of tables of dynamic ids with these paths."""
+        values, names = {**self.values}, {**self.names}
+        for kind in (_VARIABLES, DYNAMIC_SLOTS):
+            found, paths = values.get(kind), names.get(kind, ())
+            if not tables or not isinstance(found, list) or len(paths) != len(found):
+                return self  # Earlier versions saved no names.
+            shapes = [description.partition(" ")[2] for description in found]
+            if kind == _VARIABLES:  # The description of a table ends with the names of its slots.
+                shapes = [
+                    f"{shape.partition(']')[0]}]" if path in tables else shape
+                    for shape, path in zip(shapes, paths, strict=True)
+                ]
+            else:
+                is_left = [path.rpartition("/")[0] not in tables for path in paths]
+                shapes, paths = (
+                    [*itertools.compress(shapes, is_left)],
+                    [*itertools.compress(paths, is_left)],
+                )
+            values[kind] = [f"{index} {shape}" for index, shape in enumerate(shapes)]
+            names[kind] = paths
+        return Identity(values, names)
 
 
 def identity_of(settings: Mapping[str, object], kinds: Mapping[str, Sequence[Any]]) -> Identity:
@@ -36,9 +62,9 @@ def identity_of(settings: Mapping[str, object], kinds: Mapping[str, Sequence[Any
 def differences(saved: Identity, ours: Identity, ignored: Collection[str] = ()) -> list[str]:
     """Returns a line for each difference outside the keys `ignored`, in the order of the keys."""
     keys = (saved.values.keys() | ours.values.keys()) - set(ignored)
-    if saved.values.get("variables") != ours.values.get("variables"):
+    if saved.values.get(_VARIABLES) != ours.values.get(_VARIABLES):
         # They differ because the model's variables do.
-        keys -= {"optimizer's variables", "dynamic_table_slots"}
+        keys -= {"optimizer's variables", DYNAMIC_SLOTS}
     lines: list[str] = []
     for key in sorted(keys):
         there, here = saved.values.get(key), ours.values.get(key)

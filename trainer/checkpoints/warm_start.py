@@ -22,7 +22,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.system.compat.checkpoint_graph import Node, nodes_of
-from data.system.files import exists
+from data.system.files import exists, expanded
 from data.system.scratch import plain_path
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError
@@ -44,7 +44,7 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
 
     Raises ConfigError if nothing is found at the path, or its variables have other shapes.
     """
-    path = options.path
+    path = expanded(options.path)
     # Of tables of dynamic ids, values are not taken over.
     variables = saved_arrays(model)
     excluded = [False] * len(variables)

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +39,9 @@ def add_lookup(layer: object, num_unique: tf.Tensor, num_ids: tf.Tensor) -> None
 class ModelTables(tuple["ShardedEmbedding", ...]):
     """The layers of a model that are ShardedEmbeddings, in its order."""
 
+    # The names of tables of dynamic ids that had no row before `start`, and are not trained.
+    _without_rows: Sequence[str] = ()
+
     def start(self, options: Options, *, is_float16: bool) -> list[Part]:
         """Makes the optimizer slots; returns the parts that are trained.
 
@@ -61,12 +64,28 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
                 f"({', '.join(layer.name for layer in self)}), of which a step knows the rows of "
                 f"its batch only. Use {instead}."
             )
+        # Before rows are set, which a dry run does not do.
+        self._without_rows = [
+            la.name for la in self if la.is_dynamic and not la.trainable and not _has_rows(la)
+        ]
         for layer in self:
             layer.start_training()
         parts = [part for layer in self if layer.trainable for part in layer.parts]
         for part in parts:
             part.add_slots(marks_changes=options.marks_changed_rows)
         return parts
+
+    def check_rows(self) -> None:
+        """Raises ConfigError if a table would be zeros for ever; called if no run is resumed."""
+        if self._without_rows:
+            raise ConfigError(
+                f"ShardedEmbedding {', '.join(self._without_rows)}: a table of dynamic ids that "
+                "is not trained (config.freeze, trainable=False) gets no rows, and this one has "
+                "none, so that each id would have zeros for ever. Train it: leave it out of "
+                "config.freeze. Or begin with its rows: build_model may return "
+                "keras.models.load_model('runs/RUN/export/model.keras'). Or resume a run that has "
+                "trained it: give its --model_dir."
+            )
 
     def begin_counting(self) -> None:
         """Forgets the lookups so far."""
@@ -120,6 +139,11 @@ class ModelTables(tuple["ShardedEmbedding", ...]):
         """The rows in a checkpoint, by the `id` of the table; None if it lacks the table."""
         values = table_values(checkpoint, rows_only=True)
         return {id(layer.table): values.get(f"{n}/rows") for n, layer in enumerate(self)}
+
+
+def _has_rows(layer: "ShardedEmbedding") -> bool:
+    """Returns True if a layer of dynamic ids has rows, maybe as the constants of an export."""
+    return bool(layer.frozen[0].shape[0] if layer.frozen else layer.table.counts().rows)
 
 
 @dataclass(eq=False)

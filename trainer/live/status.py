@@ -89,6 +89,7 @@ class Curve:
     def __init__(self) -> None:
         self._kept: list[float] = []
         self._every, self._num_added, self._last = 1, 0, math.nan
+        self.step = 0  # Of the last report.
 
     def add(self, value: float) -> None:
         """Appends a value."""
@@ -188,7 +189,9 @@ class Status:
     def curve(self, split: str, name: str) -> list[float]:
         """The values of a metric in all reports; of many reports, in some at equal distances."""
         key = split, name
-        return next((curves[key].values for curves in self._curves if key in curves), [])
+        found = (curves[key] for curves in self._curves if key in curves)
+        # An earlier start of the run may have evaluated by itself, this one in an evaluator task.
+        return max(found, key=lambda curve: curve.step, default=Curve()).values
 
     def metrics(self) -> list[str]:
         """Returns the names of the metrics in all reports so far, losses first."""
@@ -275,7 +278,9 @@ class Status:
             report = json.loads(line)
             for name, value in report.items():
                 if isinstance(value, float):
-                    curves.setdefault((report["split"], name), Curve()).add(value)
+                    curve = curves.setdefault((report["split"], name), Curve())
+                    curve.add(value)
+                    curve.step = report["step"]
             if report["split"] == "train":
                 self._read_train_report(report)
 

@@ -43,6 +43,10 @@ _NUM_PARALLEL = 128  # Hosts that are tried at the same time: one that is off ta
 _RECORD_BYTES = 1024  # Records of equal length are overwritten in one piece.
 
 
+class DamagedGroupError(OSError):
+    """The file of a group can be read, but has no group."""
+
+
 class Membership:
     """The files, read and written by one host. All methods raise OSError if the storage fails."""
 
@@ -54,7 +58,11 @@ class Membership:
         self._directory = model_dir / MEMBERSHIP
 
     def group(self) -> Group:
-        """Returns the newest group. Raises ClusterError if it has another list of hosts."""
+        """Returns the newest group.
+
+        Raises ClusterError if it has another list of hosts, and DamagedGroupError if the file is
+        damaged.
+        """
         generation = newest_generation(self.model_dir)
         if not generation:
             return Group(0, frozenset(range(len(self.addresses))))
@@ -64,7 +72,7 @@ class Membership:
             hosts = list(map(str, document["hosts"]))
             members = frozenset(map(hosts.index, document["members"]))
         except (ValueError, LookupError, TypeError) as error:
-            raise OSError(
+            raise DamagedGroupError(
                 f"{path} is damaged: {error!r}. If no launcher runs any more, type: "
                 f"rm -r {self._directory}"
             ) from error

@@ -138,7 +138,10 @@ class Supervisor:
                 # The chief of ps ends its servers itself.
                 asked = self._running if self.host else self._trainers()
                 self._end(asked, 0, signal.SIGTERM if is_together else signal.SIGUSR1)
-                overdue = f"did not save and end within {self.grace_secs:g} s, for another group"
+                overdue = (
+                    f"did not save and end within {self.grace_secs:g} s when the tasks of the "
+                    "cluster changed"
+                )
                 self._end(self._running, self.grace_secs + _LATE_SECS, signal.SIGKILL, overdue)
             case Step.DONE:
                 self._forget_plans()
@@ -210,7 +213,8 @@ class Supervisor:
         )
         overdue = f"did not save and end within {self.grace_secs:g} s after SIGTERM"
         # On a host of its own a server asks its chief to stop.
-        # Not a task that was asked already, for another group: a second SIGTERM ends it at once.
+        # Not a task that was asked already, because the tasks of the cluster change: a second
+        # SIGTERM ends it at once.
         tasks = self._running if self.host else self._trainers()
         asked = [task for task in tasks if self._running[task].end_reason is None]
         self._end(asked, 0, signal.SIGTERM)
