@@ -221,7 +221,8 @@ class Differentiation(ModelVariables):
         log.warning(
             "The loss has no gradient for %s: these variables do not change. Either the loss does "
             "not depend on them, or a layer uses keras.RematScope or tf.recompute_grad: it trains "
-            "with --config.jit_compile=False, but not under --strategy=ps.",
+            "with --config.jit_compile=False, but not under --strategy=ps, or beside a "
+            "synchronized BatchNormalization.",
             ", ".join(paths),
         )
 
