@@ -607,6 +607,18 @@ def test_class_weights_of_labels_of_any_shape(labels: Any, shape: Any) -> None:
     assert found(constant).numpy().tolist() == [3, 2, 1, 1]
 
 
+def test_output_is_another_name_of_the_only_output() -> None:
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="head")(inputs))
+    found = {}
+    for name in ("head", "output"):
+        parts = {"loss": {name: "mse"}, "loss_weights": {name: 2.0}, "metrics": {name: ["mae"]}}
+        objective = built(model, tf.TensorSpec([None, 1]), **parts).objective
+        losses = objective.losses(tf.ones([2, 1]), tf.zeros([2, 1]))
+        found[name] = (objective.metric_names, losses.numpy().tolist())
+    assert found["output"] == found["head"] == (("loss", "mae"), [2, 2])
+
+
 @pytest.mark.parametrize("num_axes", [2, 3])
 def test_class_weights_of_labels_of_positions_are_refused(num_axes: int) -> None:
     inputs = keras.Input((INPUTS,))

@@ -36,6 +36,7 @@ from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
 from trainer.step.keras_losses import (
+    ONLY_OUTPUT,
     is_class_of,
     is_keras_function,
     is_of_keras,
@@ -332,7 +333,7 @@ def split_metrics(
 
     The keys of a dict are the names of metrics. But if there are several outputs, and all keys
     are names of outputs, each entry has the metrics of its output, as in Keras. So has a list under
-    the name of the only output.
+    the name of the only output, or ONLY_OUTPUT.
     """
     if _is_keras_metric(metrics):
         return {}, [metrics]
@@ -343,7 +344,7 @@ def split_metrics(
             f"{what} is {metrics!r}, but must be a list or a dict of names, keras.metrics objects "
             "and functions of (labels, outputs)."
         )
-    if set(metrics) <= set(output_names):
+    if set(metrics) <= {*output_names, *([ONLY_OUTPUT] if len(output_names) == 1 else [])}:
         if len(output_names) > 1:
             return {}, dict(metrics)
         if all(isinstance(of_output, (list, tuple)) for of_output in metrics.values()):
