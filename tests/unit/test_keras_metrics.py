@@ -612,7 +612,8 @@ def test_output_is_another_name_of_the_only_output() -> None:
     model = keras.Model(inputs, keras.layers.Dense(1, name="head")(inputs))
     found = {}
     for name in ("head", "output"):
-        parts = {"loss": {name: "mse"}, "loss_weights": {name: 2.0}, "metrics": {name: ["mae"]}}
+        factor = {name: np.int64(2)}
+        parts = {"loss": {name: "mse"}, "loss_weights": factor, "metrics": {name: ["mae"]}}
         objective = built(model, tf.TensorSpec([None, 1]), **parts).objective
         losses = objective.losses(tf.ones([2, 1]), tf.zeros([2, 1]))
         found[name] = (objective.metric_names, losses.numpy().tolist())
@@ -631,6 +632,22 @@ def test_class_weights_of_labels_of_positions_are_refused(num_axes: int) -> None
             fields={"class_weight": {0: 2.0}},
             loss="sparse_categorical_crossentropy",
         )
+
+
+def test_class_weights_with_a_model_that_needs_the_number_of_examples() -> None:
+    class OfBatches(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(CLASSES)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(tf.reshape(inputs, [int(inputs.shape[0]), INPUTS]))
+
+    model = OfBatches()
+    model(tf.zeros([2, INPUTS]))
+    functions = {"loss": first_output, "metrics": {"first": first_output}}
+    spec = tf.TensorSpec([None, CLASSES])
+    built(model, spec, fields={"class_weight": {0: 2.0}}, **functions)
 
 
 def test_weights_by_output_of_a_function_are_refused() -> None:

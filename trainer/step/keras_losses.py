@@ -15,6 +15,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import numbers
 import operator
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -117,7 +118,7 @@ class KerasLoss:
         self._factors = factors
         self.notes = []
         for factor in tf.nest.flatten(factors):
-            if factor is not None and not isinstance(factor, (int, float)):
+            if factor is not None and not isinstance(factor, numbers.Real):
                 raise ConfigError(
                     f"loss_weights has {factor!r}, but must be a number, or a list or dict of "
                     "numbers by output."
@@ -139,7 +140,7 @@ class KerasLoss:
         factors = dict(zip(names, listed("loss_weights", self._factors, names), strict=True))
         for name, value in values.items():
             if factors[name] is not None:
-                values[name] = value * factors[name]
+                values[name] = value * float(factors[name])
         return functools.reduce(operator.add, values.values())
 
     def outputs_with_loss(self, names: Sequence[str]) -> list[str]:
