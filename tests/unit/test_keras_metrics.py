@@ -177,7 +177,7 @@ class WithFunction(keras.metrics.Mean):
 
     def __init__(self, name: str = "function", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
-        self.error = lambda labels, outputs: abs(labels - outputs)
+        self.error: Any = lambda labels, outputs: abs(labels - outputs)
         self.uses = 0
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:

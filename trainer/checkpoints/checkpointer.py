@@ -222,7 +222,7 @@ class Checkpointer:
         self, step: int, position: Position, score: float, *, is_lowest: bool = False
     ) -> None:
         """Saves as best-* if `score` is the best of this metric and direction; removes others."""
-        name, metric = f"best-{step:08d}", self._config.get("best_metric", "loss")
+        name, metric = f"best-{step:08d}", str(self._config.get("best_metric", "loss"))
 
         def is_best() -> bool:
             marks = filter(None, map(self._store.mark_if_complete, self._store.names("best-")))
