@@ -35,7 +35,7 @@ from strategies.step_errors import DataFaultError, reason_of_xla
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
-from trainer.models import keras_tensors
+from trainer.models import declared_outputs, keras_tensors
 from trainer.run_files import TAKEN_NAMES
 from trainer.step.keras_losses import is_keras
 from trainer.unparsed_records import message_of, unparsed
@@ -269,8 +269,9 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         )
     has_several = tf.nest.is_nested(labels) or labels.shape.rank not in (None, 1, 2)
     if recipe.config.class_weight and not has_several and len(labels.shape) == 2:
-        outputs = tf.nest.flatten(learner.model.compute_output_spec(keras_tensors(specs)))
-        has_several = len(outputs[0].shape) > 2  # As of a token: the label is of a position.
+        (output, *_) = tf.nest.flatten(declared_outputs(learner.model, specs))  # None: not known.
+        # As of a token: the label is of a position.
+        has_several = output is not None and len(output.shape) > 2
     if recipe.config.class_weight and (weights or has_several):
         other = "weights of examples too" if weights else "several labels"
         raise ConfigError(

@@ -123,6 +123,35 @@ def test_all_but_the_newest_and_the_best_are_removed(toy: Toy) -> None:
     assert toy.checkpoints() == ["best-00000002", "step-00000003", "step-00000004"]
 
 
+CHANGED = [
+    ({}, 0.9, {}, 0.5, False),
+    ({}, 0.9, {"is_lowest": True}, -0.95, True),
+    ({"is_lowest": True}, -0.95, {}, 0.05, True),
+    ({"is_lowest": True}, -0.3, {"is_lowest": True}, -0.4, False),
+    ({"is_lowest": True}, -0.3, {"is_lowest": True, "metric": "mae"}, -0.4, True),
+    ({"metric": "auc"}, 0.9, {"metric": "accuracy"}, 0.5, True),
+    # Marks of earlier versions lack the direction.
+    ({"is_lowest": None}, 0.9, {}, 0.5, False),
+    ({"is_lowest": None}, 0.9, {"is_lowest": True}, -0.95, True),
+    ({"is_lowest": None}, -0.1, {"is_lowest": True}, -0.3, False),
+]
+
+
+@pytest.mark.parametrize(("former", "first", "now", "second", "is_new"), CHANGED)
+def test_best_is_of_one_metric_and_direction(
+    toy: Toy, former: Any, first: float, now: Any, second: float, is_new: bool
+) -> None:
+    for step, options, score in ((1, former, first), (2, now, second)):
+        toy.jump_to(step)
+        config = {"best_metric": options.get("metric", "accuracy")}
+        directory = toy.checkpointer.directory
+        checkpointer = Checkpointer(directory, toy.learner, {}, keep=2, config=config)
+        is_lowest = options.get("is_lowest", False)
+        checkpointer.save_best(step, Position(step), score, is_lowest=is_lowest)
+        checkpointer.wait()
+    assert toy.checkpoints() == [f"best-0000000{2 if is_new else 1}"]
+
+
 def test_order_is_that_of_the_steps_when_these_have_more_digits(
     split: Split, tmp_path: Path
 ) -> None:

@@ -172,6 +172,60 @@ def test_metric_keeps_its_arguments_or_is_refused() -> None:
             build(KerasMetrics([WithinTolerance(**lost)], []), labels, outputs)
 
 
+class WithFunction(keras.metrics.Mean):
+    """Its function is another object each time, and its counter goes on with each use."""
+
+    def __init__(self, name: str = "function", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.error: Any = lambda labels, outputs: abs(labels - outputs)
+        self.uses = 0
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.uses += 1
+        super().update_state(self.error(y_true, y_pred))
+
+
+class OfMetric(WithinTolerance):
+    def __init__(self, threshold: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(name=kwargs.get("name", "within"))
+        self.precision = keras.metrics.Precision(thresholds=threshold)
+
+
+class OfTensor(WithinTolerance):
+    def __init__(self, threshold: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(name=kwargs.get("name", "within"))
+        self.limit = tf.constant(threshold)
+
+
+class OfClosure(WithinTolerance):
+    def __init__(self, threshold: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(name=kwargs.get("name", "within"))
+        self.is_above = lambda outputs: outputs > threshold
+
+
+class OfDescribed(Described):
+    def __init__(self, threshold: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.threshold = threshold
+
+
+def test_metric_may_have_functions_and_have_been_used() -> None:
+    labels, outputs = np.zeros([2, 1], np.float32), np.array([[0.3], [0.7]], np.float32)
+    metric = WithFunction()
+    for _ in range(2):
+        build(KerasMetrics([metric], []), labels, outputs)
+        metric.update_state(labels, outputs)
+
+
+@pytest.mark.parametrize("kind", [OfMetric, OfTensor, OfClosure, OfDescribed])
+def test_metric_that_loses_an_argument_in_any_way_is_refused(kind: Any) -> None:
+    labels, outputs = np.zeros([2, 1], np.float32), np.array([[0.3], [0.7]], np.float32)
+    for _ in range(2):  # The nested metric has another name each time.
+        build(KerasMetrics([kind()], []), labels, outputs)
+    with pytest.raises(ConfigError, match="would differ"):
+        build(KerasMetrics([kind(0.9)], []), labels, outputs)
+
+
 def test_keys_of_a_dict_are_names_unless_they_are_outputs() -> None:
     def hits(labels: Any, outputs: Any) -> Any:
         return tf.cast(tf.equal(tf.argmax(outputs, -1), tf.argmax(labels, -1)), tf.float32)
@@ -553,6 +607,19 @@ def test_class_weights_of_labels_of_any_shape(labels: Any, shape: Any) -> None:
     assert found(constant).numpy().tolist() == [3, 2, 1, 1]
 
 
+def test_output_is_another_name_of_the_only_output() -> None:
+    inputs = keras.Input((INPUTS,))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="head")(inputs))
+    found = {}
+    for name in ("head", "output"):
+        factor = {name: np.int64(2)}
+        parts = {"loss": {name: "mse"}, "loss_weights": factor, "metrics": {name: ["mae"]}}
+        objective = built(model, tf.TensorSpec([None, 1]), **parts).objective
+        losses = objective.losses(tf.ones([2, 1]), tf.zeros([2, 1]))
+        found[name] = (objective.metric_names, losses.numpy().tolist())
+    assert found["output"] == found["head"] == (("loss", "mae"), [2, 2])
+
+
 @pytest.mark.parametrize("num_axes", [2, 3])
 def test_class_weights_of_labels_of_positions_are_refused(num_axes: int) -> None:
     inputs = keras.Input((INPUTS,))
@@ -565,6 +632,22 @@ def test_class_weights_of_labels_of_positions_are_refused(num_axes: int) -> None
             fields={"class_weight": {0: 2.0}},
             loss="sparse_categorical_crossentropy",
         )
+
+
+def test_class_weights_with_a_model_that_needs_the_number_of_examples() -> None:
+    class OfBatches(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(CLASSES)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(tf.reshape(inputs, [int(inputs.shape[0]), INPUTS]))
+
+    model = OfBatches()
+    model(tf.zeros([2, INPUTS]))
+    functions = {"loss": first_output, "metrics": {"first": first_output}}
+    spec = tf.TensorSpec([None, CLASSES])
+    built(model, spec, fields={"class_weight": {0: 2.0}}, **functions)
 
 
 def test_weights_by_output_of_a_function_are_refused() -> None:

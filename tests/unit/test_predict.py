@@ -23,6 +23,7 @@ from data.tfrecord.split import batched_records, open_split
 from tests.commands import run_python
 from tests.damage import flip_bit
 from trainer.hooks.export import _write
+from trainer.predict import predicting
 from trainer.predict.__main__ import _opened, _write_csv
 from trainer.predict.models import open_model
 from trainer.predict.predicting import _are_classes, predict
@@ -135,6 +136,46 @@ def test_records_and_folders_of_images_give_the_same_predictions(
     order = [int(Path(line["file"]).stem) for line in lines]
     assert order == [*range(0, NUM, 2), *range(1, NUM, 2)], "sorted by path"
     np.testing.assert_allclose(outputs(lines), wanted[order], rtol=0, atol=1e-6)
+
+
+SEVERAL_LABELS = """
+import tensorflow as tf
+from trainer import Config
+
+def get_config():
+    return Config()
+
+def build_model(config):
+    import keras
+    stack = [keras.layers.Flatten(), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((8, 8, 1), name="image"), *stack])
+
+def parse(serialized):
+    columns = {
+        "image": tf.io.FixedLenFeature([], tf.string),
+        "label": tf.io.FixedLenFeature([], tf.int64),
+    }
+    found = tf.io.parse_example(serialized, columns)
+    label = found["label"]
+    pixels = tf.reshape(tf.io.decode_raw(found["image"], tf.uint8), [-1, 8, 8, 1])
+    labels = tf.maximum(tf.one_hot(label, 10), tf.one_hot(label - label % 2, 10))
+    return tf.cast(pixels, tf.float32) / 255, labels
+"""
+
+
+def test_all_lines_of_a_file_have_the_same_keys(
+    run: trainer.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Even labels are one-hot, odd ones are not.
+    copied = Path(shutil.copytree(run.model_dir, tmp_path / "run"))
+    (tmp_path / "several.py").write_text(SEVERAL_LABELS)
+    document = json.loads((copied / "config.json").read_text())
+    document["recipe"] = str(tmp_path / "several.py")
+    (copied / "config.json").write_text(json.dumps(document))
+    monkeypatch.setattr(predicting, "_BATCH", 1)
+    lines = list(predict(str(copied), num_examples=NUM))
+    assert {sum(line["label"]) for line in lines} == {1, 2}
+    assert len({tuple(line) for line in lines}) == 1
 
 
 def test_damaged_records_are_left_out_if_the_run_leaves_them_out(

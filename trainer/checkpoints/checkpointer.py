@@ -218,20 +218,23 @@ class Checkpointer:
 
         self._write_later(step, write, is_complete=is_complete)
 
-    def save_best(self, step: int, position: Position, score: float) -> None:
-        """Saves as best-* if `score` is the highest so far; then removes the former best."""
-        name = f"best-{step:08d}"
+    def save_best(
+        self, step: int, position: Position, score: float, *, is_lowest: bool = False
+    ) -> None:
+        """Saves as best-* if `score` is the best of this metric and direction; removes others."""
+        name, metric = f"best-{step:08d}", str(self._config.get("best_metric", "loss"))
 
         def is_best() -> bool:
-            marks = map(self._store.mark_if_complete, self._store.names("best-"))
+            marks = filter(None, map(self._store.mark_if_complete, self._store.names("best-")))
+            former = [mark.score_of(metric, is_lowest=is_lowest) for mark in marks]
             # NaN is never better: neither as the new score nor as an old one.
-            return not (math.isnan(score) or any(mark and mark.score >= score for mark in marks))
+            return not (math.isnan(score) or any(other >= score for other in former))
 
         def write() -> None:
             former = self._store.names("best-")
             if not is_best():
                 return
-            mark = self._mark(step, position, score=score)
+            mark = self._mark(step, position, score=score, is_lowest=is_lowest)
             if self._store.write(name, mark) and self._store.mark_if_complete(name):
                 for other in set(former) - {name}:
                     self._store.remove(other)

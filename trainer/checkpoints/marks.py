@@ -63,11 +63,25 @@ class Mark:
     identity: Identity
     files: Files
     score: float
+    # True if lower values of the metric of `score` are better; None of earlier versions.
+    is_lowest: bool | None
     checksum: str
     # The checkpoints with the rows of tables that this one lacks, the oldest first. Each is named
     # with the checksum of its mark: another checkpoint may be written under the same name.
     needs: Chain
     has_table_files: bool  # False of early versions, which kept tables among variables.
+
+    def score_of(self, metric: str, *, is_lowest: bool) -> float:
+        """Returns `score`; -inf if it is of another metric, or of the other direction.
+
+        Early marks lack the direction. The score of a metric that is better the lower it is has the
+        sign changed: then the sign says it, as few metrics are below 0.
+        """
+        was_lowest = self.is_lowest
+        if was_lowest is None:
+            was_lowest = math.copysign(1, self.score) < 0
+        is_same = self.saved.config.get("best_metric", "loss") == metric and was_lowest == is_lowest
+        return self.score if is_same else -math.inf
 
     @property
     def chain(self) -> Chain:
@@ -121,6 +135,7 @@ def own_mark(path: str) -> Mark:
             identity=Identity(dict(mark["identity"]), dict(mark.get("names", {}))),
             files=dict(mark["files"]),
             score=float(mark.get("score", -math.inf)),
+            is_lowest=mark.get("is_lowest"),
             checksum=str(mark["crc32c"]),
             needs=dict(mark.get("needs", {})),
             has_table_files="needs" in mark,

@@ -97,7 +97,8 @@ class Evaluate(PeriodicHook):
             if self.checkpointer is not None:
                 position = self.position() if self.position else self.executor.position
                 score = self.score(self.latest[self.best_metric])
-                self.checkpointer.save_best(step, position, score)
+                is_lowest = self.learner.objective.is_lower_better(self.best_metric)
+                self.checkpointer.save_best(step, position, score, is_lowest=is_lowest)
         if patience := self.early_stopping.patience:
             self._count(step, self.latest[self.best_metric])
             is_over = self._num_without_improvement >= patience

@@ -74,7 +74,8 @@ def predict(
     while chunk := list(itertools.islice(records, _BATCH)):
         about, serialized = zip(*chunk, strict=True)
         labels, outputs = _computed(loaded, source.parse, list(serialized), model)
-        has_classes = source.has_classes and _are_classes(labels, outputs)
+        if not example:  # All lines have the same keys: the first examples decide.
+            has_classes = source.has_classes and _are_classes(labels, outputs)
         for row, known in enumerate(about):
             line: dict[str, Any] = {"example": example, **known}
             if line.pop(_LABEL, labels) is not None and isinstance(labels, tf.Tensor):

@@ -15,6 +15,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import numbers
 import operator
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -32,6 +33,9 @@ LossSpec: TypeAlias = Any
 
 _RESOLVED_BY_SHAPE = ("crossentropy", "ce")
 _MEANS = ("sum_over_batch_size", "mean")
+
+# Stands for the only output of a model, whatever its name. Earlier versions named it so.
+ONLY_OUTPUT = "output"
 
 
 def is_keras_function(value: object) -> bool:
@@ -65,7 +69,7 @@ def output_names(model: keras.Model, outputs: Batch) -> list[str]:
         return sorted(outputs)
     names = list(getattr(model, "output_names", None) or [])
     if not isinstance(outputs, (list, tuple)):
-        return names if len(names) == 1 else ["output"]
+        return names if len(names) == 1 else [ONLY_OUTPUT]
     if len(names) != len(outputs):
         return [f"output_{i}" for i in range(len(outputs))]
     found: list[str] = []
@@ -79,11 +83,14 @@ def listed(what: str, value: Batch, names: Sequence[str]) -> list[Any]:
     """Returns the part of `value` for each output in `names`.
 
     `value` is one part for all outputs, a sequence of parts in the order of `names`, or a dict,
-    where outputs without an entry get None. `what` names it in errors.
+    where outputs without an entry get None. The key of the only output may be ONLY_OUTPUT. `what`
+    names it in errors.
 
     Raises ConfigError if `value` has another structure.
     """
     if isinstance(value, Mapping):
+        if len(names) == 1 and set(value) == {ONLY_OUTPUT}:
+            return list(value.values())
         if unknown := sorted(set(value) - set(names)):
             raise ConfigError(
                 f"{what} names {', '.join(map(repr, unknown))}, but the outputs of the model are "
@@ -111,7 +118,7 @@ class KerasLoss:
         self._factors = factors
         self.notes = []
         for factor in tf.nest.flatten(factors):
-            if factor is not None and not isinstance(factor, (int, float)):
+            if factor is not None and not isinstance(factor, numbers.Real):
                 raise ConfigError(
                     f"loss_weights has {factor!r}, but must be a number, or a list or dict of "
                     "numbers by output."
@@ -133,7 +140,7 @@ class KerasLoss:
         factors = dict(zip(names, listed("loss_weights", self._factors, names), strict=True))
         for name, value in values.items():
             if factors[name] is not None:
-                values[name] = value * factors[name]
+                values[name] = value * float(factors[name])
         return functools.reduce(operator.add, values.values())
 
     def outputs_with_loss(self, names: Sequence[str]) -> list[str]:

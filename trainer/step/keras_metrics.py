@@ -13,6 +13,8 @@ functions, as in `fit`.
 """
 
 import concurrent.futures
+import contextlib
+import dis
 import inspect
 from collections.abc import Mapping, Sequence
 from types import FunctionType
@@ -34,6 +36,7 @@ from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
 from trainer.step.keras_losses import (
+    ONLY_OUTPUT,
     is_class_of,
     is_keras_function,
     is_of_keras,
@@ -265,25 +268,62 @@ def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
 def _lost(metric: keras.metrics.Metric, made: keras.metrics.Metric) -> list[str]:
     """Returns the attributes of a user's `metric` in which `made`, of its config, differs.
 
-    Only numbers, texts and functions are compared: the metric of a file may lack its variables.
+    Only what `__init__` alone sets is compared, if `_described` knows it: others have the state of
+    an earlier use, and the metric of a file may lack its variables.
     """
     kind = type(metric)
-    takes_more = not set(inspect.signature(kind).parameters) <= {"name", "dtype"}
-    if is_of_keras(kind) or not is_of_keras(kind.get_config) or not takes_more:
+    if is_of_keras(kind) or set(inspect.signature(kind).parameters) <= {"name", "dtype"}:
         return []
     of_base, of_made = vars(keras.metrics.Metric()), vars(made)
     lost = []
-    for name in vars(metric).keys() - of_base.keys():
-        given, found = (keras.tree.flatten(part.get(name)) for part in (vars(metric), of_made))
-        has_value = any(value is not None for value in given)
-        if _are_plain(given) and (has_value or _are_plain(found)) and repr(given) != repr(found):
+    for name in vars(metric).keys() - of_base.keys() - _set_in_use(kind):
+        given, found = (
+            [_described(value) for value in keras.tree.flatten(part.get(name))]
+            for part in (vars(metric), of_made)
+        )
+        has_value = any(value != repr(None) for value in given)
+        if None not in given and (has_value or None not in found) and given != found:
             lost.append(name)
     return sorted(lost)
 
 
-def _are_plain(values: Sequence[object]) -> bool:
-    kinds = (bool, int, float, str, bytes, type(None), np.ndarray, np.generic, FunctionType)
-    return all(isinstance(value, kinds) for value in values)
+def _set_in_use(kind: type) -> set[str]:
+    """Returns the attributes that methods of a user's class set, but for `__init__`: counters."""
+    methods = [
+        inspect.unwrap(value)
+        for base in kind.__mro__
+        if not is_of_keras(base)
+        for name, value in vars(base).items()
+        if name != "__init__"
+    ]
+    return {
+        str(instruction.argval)
+        for method in filter(inspect.isfunction, methods)
+        for instruction in dis.get_instructions(method)
+        if instruction.opname == "STORE_ATTR"
+    }
+
+
+def _described(value: Any) -> str | None:
+    """Returns a text that is equal for equal values; None for a value of another kind.
+
+    Of a function it has the code, and the values that it uses; of a metric or a loss, the config.
+    """
+    if isinstance(value, (np.ndarray, np.generic)):
+        return repr(value.tolist())
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return repr(value)
+    if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
+        return repr(value.numpy().tolist())
+    if isinstance(value, FunctionType):
+        uses = [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
+        parts = [_described(part) for part in uses if not isinstance(part, FunctionType)]
+        return repr((value.__code__, parts))
+    if isinstance(value, (keras.metrics.Metric, keras.Loss)):
+        with contextlib.suppress(Exception):  # Whatever a user's get_config() raises.
+            config = {**value.get_config(), "name": ""}
+            return repr((type(value), [_described(part) for part in keras.tree.flatten(config)]))
+    return None
 
 
 def split_metrics(
@@ -293,7 +333,7 @@ def split_metrics(
 
     The keys of a dict are the names of metrics. But if there are several outputs, and all keys
     are names of outputs, each entry has the metrics of its output, as in Keras. So has a list under
-    the name of the only output.
+    the name of the only output, or ONLY_OUTPUT.
     """
     if _is_keras_metric(metrics):
         return {}, [metrics]
@@ -304,7 +344,7 @@ def split_metrics(
             f"{what} is {metrics!r}, but must be a list or a dict of names, keras.metrics objects "
             "and functions of (labels, outputs)."
         )
-    if set(metrics) <= set(output_names):
+    if set(metrics) <= {*output_names, *([ONLY_OUTPUT] if len(output_names) == 1 else [])}:
         if len(output_names) > 1:
             return {}, dict(metrics)
         if all(isinstance(of_output, (list, tuple)) for of_output in metrics.values()):

@@ -16,7 +16,8 @@ __all__ = ["CompileMetrics", "get_loss", "get_metric"]
 
 def is_lower_better(metric: keras.metrics.Metric) -> bool | None:
     """Returns True if a lower value of `metric` is better; None if Keras does not know."""
-    if isinstance(metric, (keras.metrics.FalsePositives, keras.metrics.FalseNegatives)):
+    is_loss = isinstance(getattr(metric, "_fn", None), keras.Loss)
+    if is_loss or isinstance(metric, (keras.metrics.FalsePositives, keras.metrics.FalseNegatives)):
         return True
     if isinstance(metric, (keras.metrics.TruePositives, keras.metrics.TrueNegatives)):
         return False

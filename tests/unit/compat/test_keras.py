@@ -61,10 +61,16 @@ def test_losses_and_metrics_are_those_that_compile_chooses() -> None:
     assert float(metrics.result()["mae"]) == pytest.approx(0.15)
     kinds = keras.metrics
     directions = [kinds.MeanSquaredError(), kinds.AUC(), kinds.FalseNegatives(), kinds.Mean()]
+    directions.append(keras_compile.get_metric(OwnLoss(), labels, outputs))
     found = [keras_compile.is_lower_better(metric) for metric in directions]
-    assert found == [True, False, True, None]
+    assert found == [True, False, True, None, True]
     public = {*dir(keras), *dir(getattr(keras, "trainers", None))}
     assert not {"get_loss", "CompileMetrics"} & public, delete("keras_compile")
+
+
+class OwnLoss(keras.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(y_true - y_pred, axis=-1)
 
 
 class OldLoss(keras.Model):
