@@ -259,8 +259,8 @@ def test_file_of_flags_is_read_before_the_settings_of_a_run_are_looked_for(
     file = tmp_path / "my.flags"
     for words, batch_size, seed in (
         (["--config=configs/digits.py", "--config.batch_size=32"], 32, 0),
-        ([f"--config={recipe}", "--model_dir=~", "--config.seed=3"], 64, 3),
-        (["--model_dir=~"], 64, 5),
+        ([f"--config={recipe}", "--model_dir=~/.", "--config.seed=3"], 64, 3),
+        (["--model_dir=~/."], 64, 5),
     ):
         file.write_text("\n".join(words))
         with parsed([f"--flagfile={file}"]):
