@@ -18,6 +18,7 @@ import functools
 import io
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -44,9 +45,13 @@ _TOKEN = "trainer-token"  # In the metadata of an object of `put_new`: who made 
 _STATUS = re.compile(r"status code: (\d+)")
 # The reason of object_store for a redirect, which S3 sends if the bucket is in another region.
 _REDIRECT = "redirect without LOCATION"
-# Statuses, and codes of status 400, of which the same request may work later.
-_PASSING = (404, 408, 409, 412, 416, 425, 429)
-_PASSING_CODES = ("ExpiredToken", "RequestTimeout", "IncompleteBody", "BadDigest")
+# Codes that it sends for the same reason. Requests with other codes may work later.
+_OTHER_REGION = (
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "InvalidRegionName",
+    "PermanentRedirect",
+)
 _METADATA_SERVICE = "/latest/api/token"
 _NO_KEYS = (
     "There are no keys for s3://. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
@@ -243,7 +248,7 @@ class _ObjectReader(io.RawIOBase):
 def _store(bucket: str) -> "S3Store":
     from obstore.store import S3Store
 
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    endpoint = os.environ.get(_endpoint_name(), "")
     attempts = os.environ.get("AWS_MAX_ATTEMPTS", "")
     return S3Store(
         bucket,
@@ -258,6 +263,11 @@ def _store(bucket: str) -> "S3Store":
             "retry_timeout": timedelta(seconds=_RETRY_SECS),
         },
     )
+
+
+def _endpoint_name() -> str:
+    """The variable that has the address of the store, or should have it."""
+    return "AWS_ENDPOINT_URL_S3" if os.environ.get("AWS_ENDPOINT_URL_S3") else "AWS_ENDPOINT_URL"
 
 
 def _obstore() -> ModuleType:
@@ -278,10 +288,12 @@ def _object(url: str) -> Iterator[tuple["S3Store", str]]:
     errors = _obstore().exceptions
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
     key = key.rstrip("/")
-    if not bucket or (key and {"", ".", ".."} & {*key.split("/")}) or not url.isprintable():
+    has_bad_name = key and {"", ".", ".."} & {*key.split("/")}
+    # "Cs": bytes that are no UTF-8.
+    if not bucket or has_bad_name or {"Cc", "Cs"} & {*map(unicodedata.category, url)}:
         raise UsageError(
             f"{url!r} is no address of an object. Give s3://BUCKET/NAME/NAME: names that are not "
-            "empty, '.' or '..', without control characters, with one '/' between them."
+            "empty, '.' or '..', in UTF-8, without control characters, with one '/' between them."
         )
     try:
         yield _store(bucket), key
@@ -300,11 +312,12 @@ def _object(url: str) -> Iterator[tuple["S3Store", str]]:
         if _status(error) in (401, 403):
             raise PermissionError(errno.EACCES, _first_line(error), url) from None
         if _is_refused(error):
-            region, endpoint = map(os.environ.get, ("AWS_REGION", "AWS_ENDPOINT_URL"))
+            name = _endpoint_name()
+            region, endpoint = map(os.environ.get, ("AWS_REGION", name))
             raise RefusedError(
                 errno.EINVAL,
                 f"{_first_line(error)}. The store refuses this request, and would refuse it again. "
-                f"Set AWS_REGION (now {region}) to the region of the bucket, and AWS_ENDPOINT_URL "
+                f"Set AWS_REGION (now {region}) to the region of the bucket, and {name} "
                 f"(now {endpoint}) to the address of its store",
                 url,
             ) from None
@@ -318,14 +331,17 @@ def _status(error: Exception) -> int:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Returns True if the same request would fail again: of a wrong region, for example."""
-    text, status = str(error), _status(error)
-    if _REDIRECT in text or status == 501:
-        return True
-    if status == 400 and "performing HEAD" in text and "AWS_SESSION_TOKEN" in os.environ:
-        return False  # Without a body. The token may have expired.
-    is_passing = status in _PASSING or any(f"<Code>{code}<" in text for code in _PASSING_CODES)
-    return 400 <= status < 500 and not is_passing
+    """Returns True if the same request would fail again, because the bucket is in another region.
+
+    The answer to HEAD has no code: with a token, which may have expired, it may have other reasons.
+    """
+    text = str(error)
+    has_token = "AWS_SESSION_TOKEN" in os.environ or "AWS_ACCESS_KEY_ID" not in os.environ
+    return (
+        _REDIRECT in text
+        or any(f"<Code>{code}<" in text for code in _OTHER_REGION)
+        or (_status(error) == 400 and "performing HEAD" in text and not has_token)
+    )
 
 
 def _first_line(error: Exception) -> str:

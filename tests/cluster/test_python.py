@@ -194,7 +194,6 @@ def test_diverged_run_raises_with_what_it_left(digits: Path, tmp_path: Path) -> 
         ({"data": {"lane": 4}}, r"no field 'data.lane'. Did you mean --config.data.lanes\?"),
         ({"trackers": "mlflw"}, r"Did you mean --config.trackers=mlflow\?"),
         ({"data_dir": "/no/such"}, "There is no directory /no/such"),
-        ({"seed": None}, "config.seed must be of type int"),
         ({"check": True}, "train.. takes no check"),
         ({"stall_timeout_secs": 3.0}, "this process is yours"),
         ({"build_model": build_model}, "belong to a Config object"),

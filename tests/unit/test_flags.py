@@ -15,6 +15,7 @@ from trainer import flags
 from trainer.api.arguments import parsed
 from trainer.flags.checks import read_recipe
 from trainer.flags.start import reserved
+from trainer.guards.run_lock import locked
 
 # Does what a command does before TensorFlow is imported, for each row in a fork: flags are global.
 PROGRAM = """
@@ -258,8 +259,8 @@ def test_file_of_flags_is_read_before_the_settings_of_a_run_are_looked_for(
     file = tmp_path / "my.flags"
     for words, batch_size, seed in (
         (["--config=configs/digits.py", "--config.batch_size=32"], 32, 0),
-        ([f"--config={recipe}", "--model_dir=~", "--config.seed=3"], 64, 3),
-        (["--model_dir=~"], 64, 5),
+        ([f"--config={recipe}", "--model_dir=~/.", "--config.seed=3"], 64, 3),
+        (["--model_dir=~/."], 64, 5),
     ):
         file.write_text("\n".join(words))
         with parsed([f"--flagfile={file}"]):
@@ -282,6 +283,9 @@ def test_runs_of_the_same_second_have_directories_of_their_own(
     with parsed([digits]), reserved("new/a"):
         assert (tmp_path / "new/a").is_dir()
     assert not (tmp_path / "new").exists()
+    with parsed([digits]), reserved("new/a") as model_dir, locked(model_dir, 0.0, print):
+        assert (tmp_path / "new/a/.lock").exists()
+    assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
     with (
         parsed([digits]),
@@ -289,6 +293,23 @@ def test_runs_of_the_same_second_have_directories_of_their_own(
         reserved("file/a"),
     ):
         pass
+
+
+@pytest.mark.parametrize("end", ["end_at_once(15, None)", "StopSignals()._on_signal(15)"])
+def test_process_that_ends_at_once_leaves_no_empty_directory(end: str, tmp_path: Path) -> None:
+    code = f"""
+import os
+from trainer.api.arguments import parsed
+from trainer.exit_codes import end_at_once
+from trainer.flags.start import reserved
+from trainer.guards.signals import StopSignals
+with parsed(["--config=configs/digits.py"]), reserved({str(tmp_path / "runs/a")!r}) as model_dir:
+    assert os.listdir(model_dir) == []
+    {end}
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 75, done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_each_help_text_belongs_to_a_flag() -> None:

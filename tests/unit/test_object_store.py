@@ -169,9 +169,13 @@ def code(name: str) -> str:
     [
         (301, "", 2),
         (400, code("AuthorizationHeaderMalformed"), 2),
-        (405, "", 2),
-        (501, "", 2),
+        (301, code("PermanentRedirect"), 2),
+        (405, "", 75),
+        (501, code("NotImplemented"), 75),
         (400, code("ExpiredToken"), 75),
+        (400, code("TokenRefreshRequired"), 75),
+        (400, code("ThrottlingException"), 75),
+        (400, code("XAmzContentSHA256Mismatch"), 75),
         (400, code("RequestTimeout"), 75),
         (408, "", 75),
         (429, "", 75),
@@ -181,20 +185,21 @@ def code(name: str) -> str:
 def test_request_that_would_be_refused_again_is_a_mistake(
     status: int, body: str, exit_code: int, answers: Callable[..., Answers]
 ) -> None:
-    answers((status, body))
+    store = answers((status, body))
     for call in (lambda: files.names_in("s3://b/x"), lambda: files.replace_file("s3://b/x", b"")):
         with pytest.raises(UnavailableError) as raised:
             call()
         assert raised.value.exit_code == exit_code
-        named = [name in str(raised.value) for name in ("AWS_REGION (now r-1)", "AWS_ENDPOINT_URL")]
-        assert named == [exit_code == 2] * 2
+        advice = ("AWS_REGION (now r-1)", f"AWS_ENDPOINT_URL (now {store.address})")
+        assert [words in str(raised.value) for words in advice] == [exit_code == 2] * 2
 
 
 def test_head_without_a_body_may_be_of_a_token_that_has_expired(
     answers: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers((400, ""))
-    with pytest.raises(RefusedError):
+    store = answers((400, ""))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.address)
+    with pytest.raises(RefusedError, match=rf"AWS_ENDPOINT_URL_S3 \(now {store.address}\)"):
         files.exists("s3://b/x")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "t")
     with pytest.raises(UnavailableError) as raised:
@@ -211,12 +216,27 @@ def test_keys_that_may_not_be_listed_are_a_lack_of_permission(
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://b/a//b", "s3://b//a", "s3://b/./a", "s3://b/a/..", "s3:///a", "s3://b/a\nb"]
+    "url",
+    [
+        "s3://b/a//b",
+        "s3://b//a",
+        "s3://b/./a",
+        "s3://b/a/..",
+        "s3:///a",
+        "s3://b/a\nb",
+        "s3://b/\udcff",
+    ],
 )
 def test_key_that_would_be_another_is_a_mistake(url: str) -> None:
     for call in (files.exists, files.names_in, lambda path: files.replace_file(path, b"")):
         with pytest.raises(UsageError, match="is no address of an object"):
             call(url)
+
+
+@pytest.mark.parametrize("name", ["\u3000", "a\xa0b", "\U0001f469\u200d\U0001f4bb"])
+def test_name_with_unusual_spaces_or_joined_signs_is_a_key(url: str, name: str) -> None:
+    files.replace_file(f"{url}/{name}", b"1")
+    assert files.names_in(url) == [name]
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_port_that_the_former_process_still_has_is_waited_for() -> None:
         timer.join()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "::"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "", "::1", "::"])
 def test_page_is_served_at_addresses_of_both_versions(host: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     flags = [f"--metrics_port={port}", f"--metrics_host={host}"]

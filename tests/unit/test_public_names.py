@@ -2,13 +2,21 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
 import trainer
 from tests.cluster.runs import ROOT
 from tests.commands import run_python
-from trainer.api.arguments import parsed, recipe_named, split_fields, words_of
+from trainer.api.arguments import (
+    parsed,
+    recipe_named,
+    split_arguments,
+    split_fields,
+    without_none,
+    words_of,
+)
 from trainer.config import Config, flatten
 from trainer.flags.checks import read_recipe
 
@@ -69,6 +77,39 @@ def test_arguments_become_flags_and_fields() -> None:
 class Own(Config):
     act: str | None = "x"
     names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
+
+
+def test_none_is_not_given_to_fields_whose_type_has_no_none() -> None:
+    arguments: dict[str, object] = {
+        "act": None,
+        "seed": None,
+        "config.seed": None,
+        "names": None,
+        "class_weight": None,
+        "clip": None,
+        "data": {"label": None, "lanes": 8},
+        "data.inputs": None,
+        "ratee": None,
+    }
+    given = without_none(arguments, Own())
+    assert given == {"act": None, "data": {"lanes": 8}, "ratee": None}
+    functions, others = split_arguments({"build_model": None, "check": None, "seed": None})
+    assert (functions, others) == ({}, {"check": None, "seed": None})
+
+
+def test_none_that_the_field_has_already_is_given_to_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from tests.unit.test_public_names import Own as get_config\nbuild_model = print"
+    )
+    calls: list[list[str]] = []
+    monkeypatch.setattr("trainer.api.training.run_command", calls.append)
+    trainer.train(str(file), strategy="ps", names=["a"], seed=None, clip=None)
+    assert calls == [[f"--config={file}", "--strategy=ps"]]
+    with pytest.raises(trainer.UsageError, match="cannot be given to the processes"):
+        trainer.train(str(file), strategy="ps", act=None)
 
 
 def test_values_that_no_text_means_are_set_in_the_config() -> None:

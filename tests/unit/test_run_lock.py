@@ -108,6 +108,12 @@ def test_new_directory_that_is_deleted_meanwhile_hides_no_error(tmp_path: Path) 
     assert not open_files()
 
 
+def test_empty_directory_of_the_user_stays_and_is_empty_again(tmp_path: Path) -> None:
+    with locked(str(tmp_path), 0.0, refuse):
+        assert os.listdir(tmp_path) == [".lock"]
+    assert os.listdir(tmp_path) == []
+
+
 def test_same_process_gets_it_again_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), locked(str(tmp_path), 0.0, refuse):
         raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 import grp
 import json
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ def write_config(run: Path, recipe: str) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run in tmp_path/runs/a, whose config file is tmp_path/code/config.py."""
-    for name in ("runs/a", "code/own"):
+    for name in ("runs/a", "code/own/models"):
         (tmp_path / name).mkdir(parents=True)
     config = tmp_path / "code/own/config.py"
     config.write_text("")
-    (config.parent / "helper.py").write_text("")
+    for name in ("helper.py", "models/deep.py"):
+        (config.parent / name).write_text("")
     write_config(tmp_path / "runs/a", f"{config}:get_config")
     return tmp_path / "runs/a"
 
@@ -40,6 +42,8 @@ def test_own_files_are_trusted(run: Path) -> None:
         "code/own",
         "code/own/config.py",
         "code/own/helper.py",
+        "code/own/models",
+        "code/own/models/deep.py",
     ],
 )
 def test_file_that_others_can_write_or_replace_is_doubted(run: Path, path: str) -> None:
@@ -51,6 +55,40 @@ def test_file_that_others_can_write_or_replace_is_doubted(run: Path, path: str) 
     if found.is_dir():
         found.chmod(0o1777)  # As /tmp: nobody replaces the files of others.
         assert doubt(str(run)) == ""
+
+
+@pytest.mark.parametrize("path", ["top.py", "code/own/sub/deep.py", "code/__init__.py"])
+def test_module_at_the_root_of_the_package_of_a_config_file_is_checked(
+    run: Path, path: str
+) -> None:
+    root = run.parents[1]
+    (root / "code/own/sub").mkdir()
+    for name in ("code/__init__.py", "code/own/__init__.py", "code/own/sub/deep.py", "top.py"):
+        (root / name).write_text("")
+    assert doubt(str(run)) == ""
+    (root / path).chmod(0o666)
+    assert f"{root / path} can be written by every user" in doubt(str(run))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another group")
+@pytest.mark.parametrize(
+    ("users", "is_doubted"),
+    [(["me"], False), (["me", "other"], True), (["other"], True), ([], True)],
+)
+def test_primary_group_of_one_user_is_private(
+    users: list[str], is_doubted: bool, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Jupyter's images: the user jovyan has the group `users`, which can write its home."""
+    shared = next(group for group in grp.getgrall() if group.gr_gid and not group.gr_mem)
+    os.chown(run, -1, shared.gr_gid)
+    run.chmod(0o2775)
+
+    def entry(name: str) -> pwd.struct_passwd:
+        return pwd.struct_passwd((name, "x", 0, shared.gr_gid, "", "/", ""))
+
+    monkeypatch.setattr("pwd.getpwuid", lambda _: entry("me"))
+    monkeypatch.setattr("pwd.getpwall", lambda: [entry(name) for name in users])
+    assert bool(doubt(str(run))) == is_doubted
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another group")

@@ -11,15 +11,17 @@ So the arguments have the checks of the command line, and its messages.
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
+from typing import Any, get_args, get_type_hints
 
 from absl import flags as absl_flags
 from absl.testing import flagsaver
 
 from data.system.errors import UsageError
-from trainer.config import PYTHON_CONFIG, Config, Recipe
+from trainer.config import PYTHON_CONFIG, Config, Recipe, flatten
 
 # The functions that a config file may define.
 FUNCTIONS = tuple(field.name for field in dataclasses.fields(Recipe)[2:-2])
@@ -40,10 +42,38 @@ def split_arguments(
     Raises UsageError for an argument that is only for the command line.
     """
     for name, instead in _INSTEAD.items():
-        if name in arguments:
+        if arguments.get(name) is not None:
             raise UsageError(f"train() takes no {name}: {instead}.")
-    functions = {name: value for name, value in arguments.items() if name in FUNCTIONS}
+    functions = {n: v for n, v in arguments.items() if n in FUNCTIONS and v is not None}
     return functions, {name: v for name, v in arguments.items() if name not in FUNCTIONS}
+
+
+def without_none(arguments: Mapping[str, object], config: object) -> dict[str, object]:
+    """Returns `arguments` without those that are None, and so not given.
+
+    Functions that call train() pass None on. It is a value for a field of `config` whose type has
+    None. Names that are not of `config` stay.
+    """
+    fields = flatten(config)
+    given: dict[str, object] = {}
+    for name, value in arguments.items():
+        field = name.removeprefix("config.")
+        is_group = field not in fields and any(each.startswith(f"{field}.") for each in fields)
+        if value is None and (is_group or (field in fields and not _takes_none(config, field))):
+            continue
+        if is_group and isinstance(value, Mapping):
+            value = without_none(value, functools.reduce(getattr, field.split("."), config))
+        given[name] = value
+    return given
+
+
+def _takes_none(config: object, name: str) -> bool:
+    """Returns True if None is a value of the field `name`: by its type, or by its value now."""
+    *groups, last = name.split(".")
+    owner = functools.reduce(getattr, groups, config)
+    declared = get_type_hints(type(owner))[last]
+    types = (declared, *get_args(declared))
+    return getattr(owner, last) is None or any(t in (Any, object, type(None)) for t in types)
 
 
 def words_of(arguments: Mapping[str, object], fields: Mapping[str, object]) -> list[str]:

@@ -16,7 +16,14 @@ from pathlib import Path
 from data.system.errors import UsageError
 from data.system.files import exists, expanded, is_url
 from trainer import flags
-from trainer.api.arguments import parsed, recipe_named, split_arguments, split_fields, words_of
+from trainer.api.arguments import (
+    parsed,
+    recipe_named,
+    split_arguments,
+    split_fields,
+    without_none,
+    words_of,
+)
 from trainer.api.command import run_command
 from trainer.api.result import Result
 from trainer.config import Config, flatten, load_recipe
@@ -48,7 +55,7 @@ def train(config: str | Path | Config | None = None, **arguments: object) -> Res
     with contextlib.ExitStack() as stack:
         if isinstance(config, Config):
             check(config)
-            fields: Mapping[str, object] = flatten(config)
+            base = config
             target: str | None = stack.enter_context(recipe_named(config, functions))
         elif functions:
             raise UsageError(
@@ -58,9 +65,10 @@ def train(config: str | Path | Config | None = None, **arguments: object) -> Res
             )
         else:
             target = None if config is None else os.fspath(config)
-            fields = flatten(_config_of(target, others))
+            base = _config_of(target, others)
+        fields = flatten(base)
         named = [] if target is None else [f"--config={target}"]
-        values, others = split_fields(others, fields)
+        values, others = split_fields(without_none(others, base), fields)
         words = [*named, *words_of(others, fields)]
         stack.enter_context(parsed(words, values))
         # With --max_restarts a launcher supervises the process.
@@ -75,8 +83,10 @@ def train(config: str | Path | Config | None = None, **arguments: object) -> Res
                 "imports it. Write get_config() and the functions to a file, and type, for "
                 f"example: trainer.train('my_model.py', strategy={flags.STRATEGY.value!r})."
             )
-        if values:
-            name, value = next(iter(values.items()))
+        # A continued run may have other values than the config file.
+        changed = {n: v for n, v in values.items() if target is None or v != fields[n]}
+        if changed:
+            name, value = next(iter(changed.items()))
             raise UsageError(
                 f"{name}={value!r} cannot be given to the processes of a cluster, which get text. "
                 f"Set it in the config file: config.{name} = {value!r}, in get_config()."

@@ -83,7 +83,7 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
 
     Raises ConfigError if nothing can listen at that address.
     """
-    host, port = flags.METRICS_HOST.value, flags.METRICS_PORT.value
+    host, port = flags.METRICS_HOST.value or "0.0.0.0", flags.METRICS_PORT.value
     if port is None or not is_chief:
         return None
     if inherited := os.environ.pop(METRICS_FD, None):

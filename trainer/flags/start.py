@@ -26,7 +26,7 @@ from strategies.transfer import Transfer
 from trainer import flags, tf_setup
 from trainer.config import Recipe, flatten, overridden_fields, to_json
 from trainer.config_checks import check_replicas
-from trainer.exit_codes import EXIT_DONE
+from trainer.exit_codes import EXIT_DONE, remove_empty, reserved_directories
 from trainer.flags import checks
 from trainer.run_files import metric_words
 from trainer.task_spec import TaskSpec
@@ -86,13 +86,14 @@ def reserved(model_dir: str) -> Iterator[str]:
         with disk_errors_explained(path), contextlib.suppress(FileExistsError):
             os.makedirs(path)
             break
+    made = [path] if has_parent else [path, parent]
+    reserved_directories.extend(made)
     try:
         yield path
     finally:
-        with contextlib.suppress(OSError):  # It is not empty: the run has begun.
-            os.rmdir(path)
-            if not has_parent:
-                os.rmdir(parent)
+        remove_empty(made)  # Not if the run has begun.
+        for directory in made:
+            reserved_directories.remove(directory)
 
 
 def changes(recipe: Recipe) -> list[str]:

@@ -44,7 +44,8 @@ def longest_wait_secs(grace_secs: float) -> float:
 def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
     """Holds the lock within the context. The value: True if it had to wait.
 
-    A `model_dir` that it makes is removed at the end if no file of a run was written there.
+    If no file of a run was written to a new or empty `model_dir`, the lock's file is removed at
+    the end, and a `model_dir` that it made, too.
 
     `say` gets a message before it waits, or if nothing can be locked.
 
@@ -54,6 +55,7 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
         yield False
         return
     has_waited, is_new = False, not os.path.exists(model_dir)
+    is_empty = is_new or (os.path.isdir(model_dir) and not os.listdir(model_dir))
     path = os.path.join(model_dir, RUN_LOCK)
     deadline = time.monotonic() + wait_secs
 
@@ -87,6 +89,7 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
         finally:
             # It may be deleted by now, or another process may have just opened its lock there.
             with contextlib.suppress(OSError):
-                if is_new and os.listdir(model_dir) == [RUN_LOCK]:
+                if is_empty and os.listdir(model_dir) == [RUN_LOCK]:
                     os.remove(path)
-                    os.rmdir(model_dir)
+                    if is_new:
+                        os.rmdir(model_dir)

@@ -39,8 +39,8 @@ def doubt(model_dir: str) -> str:
     """Returns the reason not to execute the config file of a run, and what to type; or "".
 
     config.json and the config file are checked, each with its directory and the directory above,
-    and the Python files beside the config file, which it may import. A bucket has permissions of
-    its own. A config file of this program is as safe as the program.
+    and the Python files beside the config file, which it may import, also those in packages. A
+    bucket has permissions of its own. A config file of this program is as safe as the program.
     """
     if is_url(model_dir):
         return ""
@@ -50,7 +50,7 @@ def doubt(model_dir: str) -> str:
     for path in executed if os.path.isfile(place) else executed[:1]:
         if _PROGRAM in path.parents:
             continue
-        neighbours = () if path == executed[0] else filter(Path.is_file, path.parent.glob("*.py"))
+        neighbours = [] if path == executed[0] else _modules_beside(path)
         for each in (path, path.parent, path.parent.parent, *neighbours):
             if writer := _other_writer(each):
                 return (
@@ -58,6 +58,21 @@ def doubt(model_dir: str) -> str:
                     f"{each} {writer}. Read the file, and type --trust if you trust it."
                 )
     return ""
+
+
+def _modules_beside(path: Path) -> list[Path]:
+    """The directories from which a config file may import, and their Python files.
+
+    They are its own, that of its outermost package, and the directories of modules in these two.
+    """
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    places = {root, path.parent}
+    packages = {file.parent for place in places for file in place.glob("*/*.py")}
+    places |= {package for package in packages if package.name.isidentifier()}
+    found = [each for place in sorted(places) for each in (place, *place.glob("*.py"))]
+    return list(filter(os.path.exists, found))
 
 
 def _other_writer(path: Path) -> str:
@@ -73,18 +88,20 @@ def _other_writer(path: Path) -> str:
 
 
 def _shared_group(found: os.stat_result) -> str:
-    """Returns the name of a file's group if it has members other than the file's owner, or "".
+    """Returns the name of a file's group if another user than the file's owner has it, or "".
 
-    The group that has the owner's name is private. A group without a name has no known members: in
-    a container, for example.
+    A private group has the owner's name, or is the primary group of the owner alone, among the
+    users that this host can list: not all of LDAP, for example. A group without a name has no known
+    members: in a container, for example.
     """
     try:
         group = grp.getgrgid(found.st_gid)
     except KeyError:
         return ""
+    having = {user.pw_name for user in pwd.getpwall() if user.pw_gid == found.st_gid}
     try:
         owner = pwd.getpwuid(found.st_uid).pw_name
+        is_private = owner == group.gr_name or having == {owner}
     except KeyError:
-        owner = ""
-    is_private = group.gr_name == owner or (not owner and found.st_gid == found.st_uid)
+        owner, is_private = "", found.st_gid == found.st_uid
     return "" if is_private and not set(group.gr_mem) - {owner} else group.gr_name
