@@ -134,11 +134,8 @@ class Objective:
         `directions` comes before what Keras knows, and that before the words in the name.
         """
         known = self.keras_metrics.are_lower_better if self.keras_metrics else {}
-        if metric in (
-            said := {**dict.fromkeys(self._loss_names, True), **known, **self.directions}
-        ):
-            return said[metric]
-        return is_cost(metric)
+        said = {**dict.fromkeys(self._loss_names, True), **known, **self.directions}
+        return said[metric] if metric in said else is_cost(metric)
 
     def weights_of(self, labels: Batch, weights: Batch | None) -> Batch | None:
         """Returns the weights of the examples in training: `weights`, or those of their classes."""
