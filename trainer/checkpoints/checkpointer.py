@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 # The key in `Saved.config` of the learning rate with which the run, or its last resume, has begun.
 GIVEN_RATE = "given_rate"
+# That of the last step of which callbacks were told.
 _BEGUN_STEP = "begun_step"
 
 
