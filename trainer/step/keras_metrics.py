@@ -13,11 +13,7 @@ functions, as in `fit`.
 """
 
 import concurrent.futures
-import contextlib
-import dis
-import inspect
 from collections.abc import Mapping, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -25,13 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.system.compat.keras_compile import (
-    CompileMetrics,
-    copy_of_wrapper,
-    get_metric,
-    is_lower_better,
-)
+from data.system.compat.keras_compile import CompileMetrics, get_metric, is_lower_better
 from data.system.compat.keras_layers import select_mask
+from data.system.compat.metrics_without_variables import made_anew
 from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
@@ -39,7 +31,6 @@ from trainer.step.keras_losses import (
     ONLY_OUTPUT,
     is_class_of,
     is_keras_function,
-    is_of_keras,
     require_name,
     unreduced,
 )
@@ -78,7 +69,8 @@ class KerasMetrics:
     def build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         """Makes the metrics for `labels` and `outputs`, nests of specs.
 
-        Each call makes new ones: objects of a config file only say what to make.
+        Each call makes new ones: objects of a config file only say what to make. Objects that were
+        made elsewhere, in a notebook for example, are used, as in Keras' `compile`.
 
         Raises:
             ConfigError: a metric cannot be made, or does not fit the labels and outputs.
@@ -100,6 +92,7 @@ class KerasMetrics:
             )
             with tf.device("CPU:0"):
                 self._metrics.update_state(*examples, self._ones(examples[1]))
+                self._metrics.reset_state()
                 self._initial = [np.asarray(v) for v in self._metrics.stateless_reset_state()]
         except ConfigError:
             raise
@@ -110,6 +103,10 @@ class KerasMetrics:
                 f"{first_line(error)} (labels and outputs have the shapes {shapes})"
                 f"{shape_advice(labels, outputs) or '.'}"
             ) from error
+        if len({*map(id, self._metrics.variables)}) < len(self._initial):
+            raise ConfigError(
+                "One metric object is given twice, and would count twice. Make one for each place."
+            )
         self.size = sum(part.size for part in self._initial)
         values, made = self._values(np.zeros([self.size])), self._metrics.metrics
         self.names = tuple(name for each in values.items() for name in _numbered(*each))
@@ -218,7 +215,7 @@ def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
         spec = spec()
     if isinstance(spec, keras.Loss):  # With a reduction, a small part would count as a large one.
         spec = unreduced(spec)
-    return _made_again(spec) if isinstance(spec, keras.metrics.Metric) else spec
+    return made_anew(spec) if isinstance(spec, keras.metrics.Metric) else spec
 
 
 def _of_any_width(spec: MetricSpec) -> MetricSpec:
@@ -242,88 +239,6 @@ def _accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
     first = tf.cast(labels[..., 0], tf.int64)
     classes = tf.where(tf.equal(tf.shape(labels)[-1], 1), first, tf.argmax(labels, axis=-1))
     return tf.cast(tf.equal(tf.argmax(outputs, axis=-1), classes), tf.float32)
-
-
-def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    """Returns a new metric with the config of `metric`, or raises ConfigError."""
-    kind = type(metric)
-    if kind is keras.metrics.MeanMetricWrapper:  # Its config has only functions that Keras knows.
-        return copy_of_wrapper(metric)
-    cause: Exception | None = None
-    try:
-        made = kind.from_config(metric.get_config())
-    except Exception as error:  # A user's class may raise any error.
-        reason, cause = f"{type(error).__name__}: {first_line(error)}", error
-    else:
-        # Arguments with defaults may be lost without an error.
-        if not (lost := _lost(metric, made)):
-            return made
-        reason = f"its {', '.join(lost)} would differ"
-    raise ConfigError(
-        f"Metric {metric.name!r} cannot be made again from its config, as each run must: {reason}. "
-        f"Define get_config() in class {kind.__name__}: it returns all arguments of __init__."
-    ) from cause
-
-
-def _lost(metric: keras.metrics.Metric, made: keras.metrics.Metric) -> list[str]:
-    """Returns the attributes of a user's `metric` in which `made`, of its config, differs.
-
-    Only what `__init__` alone sets is compared, if `_described` knows it: others have the state of
-    an earlier use, and the metric of a file may lack its variables.
-    """
-    kind = type(metric)
-    if is_of_keras(kind) or set(inspect.signature(kind).parameters) <= {"name", "dtype"}:
-        return []
-    of_base, of_made = vars(keras.metrics.Metric()), vars(made)
-    lost = []
-    for name in vars(metric).keys() - of_base.keys() - _set_in_use(kind):
-        given, found = (
-            [_described(value) for value in keras.tree.flatten(part.get(name))]
-            for part in (vars(metric), of_made)
-        )
-        has_value = any(value != repr(None) for value in given)
-        if None not in given and (has_value or None not in found) and given != found:
-            lost.append(name)
-    return sorted(lost)
-
-
-def _set_in_use(kind: type) -> set[str]:
-    """Returns the attributes that methods of a user's class set, but for `__init__`: counters."""
-    methods = [
-        inspect.unwrap(value)
-        for base in kind.__mro__
-        if not is_of_keras(base)
-        for name, value in vars(base).items()
-        if name != "__init__"
-    ]
-    return {
-        str(instruction.argval)
-        for method in filter(inspect.isfunction, methods)
-        for instruction in dis.get_instructions(method)
-        if instruction.opname == "STORE_ATTR"
-    }
-
-
-def _described(value: Any) -> str | None:
-    """Returns a text that is equal for equal values; None for a value of another kind.
-
-    Of a function it has the code, and the values that it uses; of a metric or a loss, the config.
-    """
-    if isinstance(value, (np.ndarray, np.generic)):
-        return repr(value.tolist())
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
-        return repr(value)
-    if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
-        return repr(value.numpy().tolist())
-    if isinstance(value, FunctionType):
-        uses = [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
-        parts = [_described(part) for part in uses if not isinstance(part, FunctionType)]
-        return repr((value.__code__, parts))
-    if isinstance(value, (keras.metrics.Metric, keras.Loss)):
-        with contextlib.suppress(Exception):  # Whatever a user's get_config() raises.
-            config = {**value.get_config(), "name": ""}
-            return repr((type(value), [_described(part) for part in keras.tree.flatten(config)]))
-    return None
 
 
 def split_metrics(
