@@ -33,9 +33,8 @@ from trainer.learner.variables import is_trainable, tables_of
 from trainer.models import build_model, declared_outputs
 from trainer.run_files import RunFiles
 from trainer.step.advice import advice
-from trainer.step.default_metrics import default_metrics
 from trainer.step.keras_losses import KerasLoss, ModelLoss, is_keras, output_names, overrides
-from trainer.step.keras_metrics import KerasMetrics, split_metrics
+from trainer.step.keras_metrics import KerasMetrics, default_metrics, split_metrics
 from trainer.step.layer_options import Use, check_layers
 from trainer.step.losses import PerExample, smoothed_crossentropy
 from trainer.step.optimizers import (

@@ -613,6 +613,8 @@ def test_weights_by_output_of_a_function_are_refused() -> None:
 
 def test_mistakes_in_losses_are_refused() -> None:
     labels = tf.zeros([2, 1])
+    with pytest.raises(ConfigError, match=r"metric 'ce' is none of Keras. metrics. See keras.io"):
+        build(KerasMetrics(["ce"], []), labels, labels)
     both = {"a": labels, "b": labels}
     with pytest.raises(ConfigError, match=r"is none of Keras. losses. Did you mean"):
         KerasLoss("categorical_crossentropie")

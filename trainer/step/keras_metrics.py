@@ -13,6 +13,7 @@ functions, as in `fit`.
 """
 
 import concurrent.futures
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,19 +30,21 @@ from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
 from trainer.step.keras_losses import (
     ONLY_OUTPUT,
+    LossSpec,
     is_class_of,
+    is_keras,
     is_keras_function,
     require_name,
     unreduced,
 )
-from trainer.step.losses import PerExample
+from trainer.step.losses import PerExample, accuracy
 from trainer.step.options import ConfigError
 
 # Any: a list, or a dict by output, of names, keras.metrics objects, their classes and functions.
 MetricSpec: TypeAlias = Any
 
 _TOLERANCE = 1e-4
-_RESOLVED_BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
+_ACCURACY = ("accuracy", "acc")  # Keras chooses the class by the shapes.
 
 
 class Renamed(NamedTuple):
@@ -82,14 +85,10 @@ class KerasMetrics:
 
     def _build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         examples = tf.nest.map_structure(_zeros, (labels, outputs))
-        specs = self._specs
-        if any(len(s.shape) > 1 and s.shape[-1] is None for s in tf.nest.flatten(labels)):
-            specs = (_of_any_width(specs[0]), _of_any_width(specs[1]))
+        has_width = all(len(s.shape) < 2 or s.shape[-1] for s in tf.nest.flatten(labels))
         try:
-            metrics, weighted_metrics = (_fresh(spec, *examples) for spec in specs)
-            self._metrics = CompileMetrics(
-                metrics, weighted_metrics, output_names=list(output_names)
-            )
+            made = (_fresh(spec, examples, has_width=has_width) for spec in self._specs)
+            self._metrics = CompileMetrics(*made, output_names=list(output_names))
             with tf.device("CPU:0"):
                 self._metrics.update_state(*examples, self._ones(examples[1]))
                 self._metrics.reset_state()
@@ -108,19 +107,19 @@ class KerasMetrics:
                 "One metric object is given twice, and would count twice. Make one for each place."
             )
         self.size = sum(part.size for part in self._initial)
-        values, made = self._values(np.zeros([self.size])), self._metrics.metrics
+        values, metrics = self._values(np.zeros([self.size])), self._metrics.metrics
         self.names = tuple(name for each in values.items() for name in _numbered(*each))
-        if len(values) < len(made) or len({*self.names}) < len(self.names):
+        if len(values) < len(metrics) or len({*self.names}) < len(self.names):
             raise ConfigError(
-                f"Two metrics have one name in the reports: {', '.join(m.name for m in made)}. "
+                f"Two metrics have one name in the reports: {', '.join(m.name for m in metrics)}. "
                 "Give one of them another name, keras.metrics.AUC(name='NAME') for example."
             )
-        known = {
-            name: is_lower_better(metric)
-            for each, metric in zip(values.items(), made, strict=True)
+        self.are_lower_better = {
+            name: is_lower
+            for each, metric in zip(values.items(), metrics, strict=True)
+            if (is_lower := is_lower_better(metric)) is not None
             for name in _numbered(*each)
         }
-        self.are_lower_better = {name: lower for name, lower in known.items() if lower is not None}
 
     def update(
         self,
@@ -198,19 +197,26 @@ def _numbered(name: str, value: npt.NDArray[np.float64]) -> dict[str, float]:
     return {f"{name}_{i}": float(item) for i, item in enumerate(value.ravel())}
 
 
-def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
-    """Returns `spec` with a copy of each metric: another run may use those of the file."""
+def _fresh(spec: MetricSpec, examples: tuple[Batch, Batch], *, has_width: bool) -> MetricSpec:
+    """Returns `spec` with a copy of each metric: another run may use those of the file.
+
+    `examples` are labels and outputs. Without `has_width` the last axis of labels is of a size that
+    only a step knows.
+    """
+    again = functools.partial(_fresh, examples=examples, has_width=has_width)
     if isinstance(spec, Renamed):
-        made = _fresh(spec.metric, labels, outputs)
-        made = get_metric(made, *(tf.nest.flatten(nest)[0] for nest in (labels, outputs)))
+        made = get_metric(again(spec.metric), *(tf.nest.flatten(nest)[0] for nest in examples))
         made.name = spec.name
         return made
     if isinstance(spec, Mapping):
-        return {name: _fresh(part, labels, outputs) for name, part in spec.items()}
+        return {name: again(part) for name, part in spec.items()}
     if isinstance(spec, (list, tuple)):
-        return [_fresh(part, labels, outputs) for part in spec]
-    if isinstance(spec, str) and spec not in _RESOLVED_BY_SHAPE:
-        require_name(f"metric {spec!r}", spec, keras.metrics)
+        return [again(part) for part in spec]
+    if isinstance(spec, str):
+        if spec.lower() not in _ACCURACY:
+            require_name(f"metric {spec!r}", spec, keras.metrics)
+        elif not has_width:
+            return keras.metrics.MeanMetricWrapper(_accuracy, name=spec)
     if is_class_of(spec, keras.Loss):
         spec = spec()
     if isinstance(spec, keras.Loss):  # With a reduction, a small part would count as a large one.
@@ -218,20 +224,8 @@ def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
     return made_anew(spec) if isinstance(spec, keras.metrics.Metric) else spec
 
 
-def _of_any_width(spec: MetricSpec) -> MetricSpec:
-    """Returns `spec` with an accuracy that finds what labels are when their width is known."""
-    if isinstance(spec, Renamed):
-        return Renamed(spec.name, _of_any_width(spec.metric))
-    if isinstance(spec, Mapping):
-        return {name: _of_any_width(part) for name, part in spec.items()}
-    if isinstance(spec, (list, tuple)):
-        return [_of_any_width(part) for part in spec]
-    is_resolved = isinstance(spec, str) and spec.lower() in ("accuracy", "acc")
-    return keras.metrics.MeanMetricWrapper(_accuracy, name=spec) if is_resolved else spec
-
-
 def _accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-    """Keras' "accuracy" of labels with one number of a class, or with a number for each class."""
+    """Keras' "accuracy" if only a step knows whether labels are classes or one-hot."""
     if outputs.shape[-1] == 1:
         return keras.metrics.binary_accuracy(labels, outputs)
     if len(labels.shape) < len(outputs.shape):
@@ -239,6 +233,44 @@ def _accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
     first = tf.cast(labels[..., 0], tf.int64)
     classes = tf.where(tf.equal(tf.shape(labels)[-1], 1), first, tf.argmax(labels, axis=-1))
     return tf.cast(tf.equal(tf.argmax(outputs, axis=-1), classes), tf.float32)
+
+
+def default_metrics(loss: LossSpec, outputs: Batch) -> MetricSpec:
+    """Returns the accuracy that suits `loss`; no metric for losses of numbers.
+
+    `outputs` are those of the model, a nest of specs; None if they are not known. A `loss` that is
+    a function says nothing: whether labels are classes, only their specs show. Functions and not
+    objects are returned: this is called where a model is built, and metrics make variables.
+    """
+    if not is_keras(loss):
+        return {"accuracy": accuracy}
+    if isinstance(loss, (list, tuple, Mapping)) and len(loss) == 1:
+        (loss,) = loss.values() if isinstance(loss, Mapping) else loss
+    outputs = tf.nest.flatten(outputs)
+    if len(outputs) > 1:
+        return []
+    name = getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__)
+    kind = name.replace("_", "").lower()
+    if "crossentropy" not in kind and kind != "ce":
+        return []
+    # Accuracy would count the examples that the loss ignores, or compare along another axis.
+    if getattr(loss, "ignore_class", None) is not None or getattr(loss, "axis", -1) != -1:
+        return []
+    if kind in ("sparsecategoricalcrossentropy", "categoricalgeneralizedcrossentropy"):
+        return [Renamed("accuracy", keras.metrics.sparse_categorical_accuracy)]
+    if kind in ("categoricalcrossentropy", "categoricalfocalcrossentropy"):
+        return [Renamed("accuracy", keras.metrics.categorical_accuracy)]
+    is_narrow = outputs and outputs[0] is not None and outputs[0].shape[-1] == 1
+    if is_narrow or kind in ("binarycrossentropy", "binaryfocalcrossentropy"):
+        threshold = 0.0 if getattr(loss, "from_logits", False) else 0.5
+        return [Renamed("accuracy", functools.partial(_binary_accuracy, threshold=threshold))]
+    return ["accuracy"]
+
+
+def _binary_accuracy(labels: tf.Tensor, outputs: tf.Tensor, threshold: float) -> tf.Tensor:
+    """Keras' binary_accuracy, but a label is a probability: 0.9 agrees with each output above."""
+    is_one = labels if labels.dtype == tf.bool else labels > tf.cast(0.5, labels.dtype)
+    return keras.metrics.binary_accuracy(is_one, outputs, threshold=threshold)
 
 
 def split_metrics(
