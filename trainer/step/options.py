@@ -28,29 +28,24 @@ PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
 # Any: a field of several types.
-def option(default: Any, **metadata: Any) -> Any:
-    """Declares a field of a config with what trainer/config_checks.py checks.
+def option(default: Any, **checks: Any) -> Any:
+    """Declares a field of a config, with what trainer/config_checks.py checks.
 
-    `needs` is (names of fields, one of which must be set; an example). With `is_pattern` the field
-    is a regular expression. If a ShardedEmbedding does not support the option, `with_tables` says
-    what to use instead.
+    | check | the value is |
+    | --- | --- |
+    | `at_least` | a whole number of this or more |
+    | `bound` | a number for which the test of the bound is true |
+    | `one_of` | one of these |
+    | `is_pattern` | a regular expression |
+    | `needs` | set only with one of the fields of the first entry; the second is an example |
+    | `with_tables` | the default if the model has a ShardedEmbedding; says what to use instead |
     """
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=checks)
 
 
-def at_least(least: int, default: int, **metadata: Any) -> int:
-    """Declares a whole number of a config with its lower bound."""
-    return field(default=default, metadata={"at_least": least, **metadata})
-
-
-def one_of(*values: Any) -> Any:
-    """Declares a field of a config with its `values`; the first is the default."""
-    return option(values[0], one_of=values)
-
-
-def group(kind: Callable[[], _Group], **metadata: Any) -> _Group:
+def group(kind: Callable[[], _Group], **checks: Any) -> _Group:
     """Declares a field that is a group of fields, with the default values of `kind`."""
-    return field(default_factory=kind, metadata=metadata)
+    return field(default_factory=kind, metadata=checks)
 
 
 class ConfigError(UsageError):
@@ -63,11 +58,6 @@ def must_be(needed: str, name: str, value: object, example: object) -> ConfigErr
         f"config.{name} must be {needed}. Received: {value!r}. Type --config.{name}={example}, "
         "for example."
     )
-
-
-def number(default: float, bound: _Bound, **metadata: Any) -> float:
-    """Declares a number of a config with its bound."""
-    return field(default=default, metadata={"bound": bound, **metadata})
 
 
 @dataclass
@@ -99,17 +89,17 @@ class ScheduleConfig:
     """
 
     kind: str = "constant"
-    warmup_steps: int = at_least(0, 0)
-    warmup_start: float = number(
-        0.0, _FRACTION, needs=(("schedule.warmup_steps",), "schedule.warmup_steps=100")
+    warmup_steps: int = option(0, at_least=0)
+    warmup_start: float = option(
+        0.0, bound=_FRACTION, needs=(("schedule.warmup_steps",), "schedule.warmup_steps=100")
     )
-    decay_steps: int = at_least(0, 0)
-    decay_rate: float = number(0.1, ABOVE_0)
+    decay_steps: int = option(0, at_least=0)
+    decay_rate: float = option(0.1, bound=ABOVE_0)
     staircase: bool = False
     boundaries: tuple[int, ...] = ()
-    end_fraction: float = number(0.0, _FRACTION)
-    power: float = number(1.0, ABOVE_0)
-    base_batch_size: int = at_least(0, 0)
+    end_fraction: float = option(0.0, bound=_FRACTION)
+    power: float = option(1.0, bound=ABOVE_0)
+    base_batch_size: int = option(0, at_least=0)
 
     def check(self) -> None:
         """Raises ConfigError if a field does not fit the kind."""
@@ -161,9 +151,9 @@ class ClipConfig:
             "On the difficulty of training recurrent neural networks", 2013).
     """
 
-    value: float = number(0.0, AT_LEAST_0)
-    norm: float = number(0.0, AT_LEAST_0)
-    global_norm: float = number(0.0, AT_LEAST_0)
+    value: float = option(0.0, bound=AT_LEAST_0)
+    norm: float = option(0.0, bound=AT_LEAST_0)
+    global_norm: float = option(0.0, bound=AT_LEAST_0)
 
     def check(self) -> None:
         """Raises ConfigError if more than one field is set."""
@@ -187,8 +177,8 @@ class PenaltyConfig:
         variables: Pattern of the trainable variables that are penalised.
     """
 
-    l1: float = number(0.0, AT_LEAST_0)
-    l2: float = number(0.0, AT_LEAST_0)
+    l1: float = option(0.0, bound=AT_LEAST_0)
+    l2: float = option(0.0, bound=AT_LEAST_0)
     variables: str = option(
         "kernel|embeddings",
         is_pattern=True,
@@ -209,7 +199,7 @@ class WeightDecayConfig:
         exclude: Pattern of variables without decay, for example "bias|gamma|beta". Empty: none.
     """
 
-    rate: float = number(0.0, AT_LEAST_0)
+    rate: float = option(0.0, bound=AT_LEAST_0)
     exclude: str = option("", is_pattern=True)
 
 
@@ -226,7 +216,7 @@ class EmaConfig:
             use_ema; otherwise with the initial weights.
     """
 
-    decay: float = number(0.0, BELOW_1)
+    decay: float = option(0.0, bound=BELOW_1)
     warmup: bool = option(False, needs=(("ema.decay",), "ema.decay=0.999"))
     from_first_step: bool = option(False, needs=(("ema.decay",), "ema.decay=0.999"))
 
@@ -240,8 +230,8 @@ class LossScaleConfig:
         growth_steps: The scale is doubled after this number of steps without overflow.
     """
 
-    initial: float = number(2.0**15, _AT_LEAST_1)
-    growth_steps: int = at_least(1, 2000)
+    initial: float = option(2.0**15, bound=_AT_LEAST_1)
+    growth_steps: int = option(2000, at_least=1)
 
 
 # What the other fields of LocalStepsConfig need.
@@ -266,10 +256,10 @@ class LocalStepsConfig:
         overlap: Sums the changes while the next steps compute; each average comes so late.
     """
 
-    every: int = at_least(0, 0)
-    every_secs: float = number(0.0, AT_LEAST_0)
-    outer_learning_rate: float = number(1.0, ABOVE_0, needs=_LOCAL_STEPS)
-    outer_momentum: float = number(0.0, BELOW_1, needs=_LOCAL_STEPS)
+    every: int = option(0, at_least=0)
+    every_secs: float = option(0.0, bound=AT_LEAST_0)
+    outer_learning_rate: float = option(1.0, bound=ABOVE_0, needs=_LOCAL_STEPS)
+    outer_momentum: float = option(0.0, bound=BELOW_1, needs=_LOCAL_STEPS)
     overlap: bool = option(False, needs=_LOCAL_STEPS)
 
     @property
@@ -297,9 +287,9 @@ class EarlyStoppingConfig:
             `Objective.is_lower_better` says.
     """
 
-    patience: int = at_least(0, 0)
-    min_delta: float = number(
-        0.0, AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
+    patience: int = option(0, at_least=0)
+    min_delta: float = option(
+        0.0, bound=AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
     )
 
 
@@ -342,8 +332,8 @@ class StepOptions:
         clip, penalty, weight_decay, ema, loss_scale, local_steps: See trainer/step/options.py.
     """
 
-    micro_batches: int = at_least(1, 1)
-    virtual_replicas: int = at_least(0, 0)
+    micro_batches: int = option(1, at_least=1)
+    virtual_replicas: int = option(0, at_least=0)
     class_weight: dict[int, float] = field(default_factory=dict)
     clip: ClipConfig = group(ClipConfig, with_tables="clip_norm=..., an argument of the layer")
     penalty: PenaltyConfig = group(PenaltyConfig)
