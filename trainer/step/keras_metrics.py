@@ -60,7 +60,7 @@ class KerasMetrics:
     Attributes:
         size: The number of totals; known after `build`, as the names are.
         names: The names of the results.
-        are_lower_better: Of the metrics of which Keras knows it, by name.
+        are_lower_better: By name, only of the metrics of which Keras knows it.
     """
 
     def __init__(self, metrics: MetricSpec, weighted_metrics: MetricSpec) -> None:
@@ -239,8 +239,9 @@ def default_metrics(loss: LossSpec, outputs: Batch) -> MetricSpec:
     """Returns the accuracy that suits `loss`; no metric for losses of numbers.
 
     `outputs` are those of the model, a nest of specs; None if they are not known. A `loss` that is
-    a function says nothing: whether labels are classes, only their specs show. Functions and not
-    objects are returned: this is called where a model is built, and metrics make variables.
+    a function gets the accuracy, too: `build_metrics` of trainer/inputs.py leaves it out if labels
+    are no classes. Functions and not objects are returned: this is called where a model is built,
+    and metrics make variables.
     """
     if not is_keras(loss):
         return {"accuracy": accuracy}
@@ -291,9 +292,10 @@ def split_metrics(
             f"{what} is {metrics!r}, but must be a list or a dict of names, keras.metrics objects "
             "and functions of (labels, outputs)."
         )
-    if set(metrics) <= {*output_names, *([ONLY_OUTPUT] if len(output_names) == 1 else [])}:
-        if len(output_names) > 1:
+    if len(output_names) > 1:
+        if set(metrics) <= set(output_names):
             return {}, dict(metrics)
+    elif set(metrics) <= {*output_names, ONLY_OUTPUT}:
         if all(isinstance(of_output, (list, tuple)) for of_output in metrics.values()):
             return {}, [metric for of_output in metrics.values() for metric in of_output]
     functions: dict[str, PerExample] = {}
