@@ -152,7 +152,7 @@ def _check_virtual_replicas(learner: Learner, recipe: Recipe, strategy: str) -> 
     what = ""
     if strategy == "ps" and learner.layer_state:
         what = "moving statistics, which workers of ps would change one after the other"
-    elif learner.has_own_state:
+    elif learner.own_state:
         what = "state of its own, which each replica would change by its own parts"
     if what and learner.overrides_gradients:
         raise ConfigError(
