@@ -5,6 +5,7 @@ checkpointer = build_checkpointer(recipe, "runs/a", inputs, learner)
 """
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Mapping
 from functools import partial
@@ -275,6 +276,15 @@ def _check_learner(learner: object, recipe: Recipe) -> None:
             "loss, but the file defines another `gradients`. Type "
             "--config.precision=mixed_bfloat16, which needs no scale."
         )
+    if recipe.config.histogram_every_steps:
+        try:
+            inspect.signature(learner.gradients).bind((), training=False)
+        except TypeError as error:
+            raise ConfigError(
+                f"config.histogram_every_steps needs gradients without an effect, but `gradients` "
+                f"of the Learner of {recipe.path} takes no argument `training`. Write `def "
+                "gradients(self, batch, *, training=True)`, and call the model with it."
+            ) from error
 
 
 def build_checkpointer(

@@ -292,12 +292,11 @@ def split_metrics(
             f"{what} is {metrics!r}, but must be a list or a dict of names, keras.metrics objects "
             "and functions of (labels, outputs)."
         )
-    if len(output_names) > 1:
-        if set(metrics) <= set(output_names):
-            return {}, dict(metrics)
-    elif set(metrics) <= {*output_names, ONLY_OUTPUT}:
-        if all(isinstance(of_output, (list, tuple)) for of_output in metrics.values()):
-            return {}, [metric for of_output in metrics.values() for metric in of_output]
+    if len(output_names) > 1 and set(metrics) <= set(output_names):
+        return {}, dict(metrics)
+    are_lists = all(isinstance(of_output, (list, tuple)) for of_output in metrics.values())
+    if len(output_names) == 1 and are_lists and set(metrics) <= {*output_names, ONLY_OUTPUT}:
+        return {}, [metric for of_output in metrics.values() for metric in of_output]
     functions: dict[str, PerExample] = {}
     others = []
     for name, metric in metrics.items():
