@@ -131,7 +131,7 @@ class Within(keras.metrics.Metric):
 
     def __init__(self, tolerance: float = 0.5, inner: Any = None, **kwargs: Any) -> None:
         super().__init__(name=kwargs.get("name", "within"))
-        self.is_close = lambda error: error < tolerance
+        self.is_close: Any = lambda error: error < tolerance
         self.mean = inner or keras.metrics.Mean()
         self.uses = 0
 

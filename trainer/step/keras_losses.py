@@ -40,12 +40,7 @@ ONLY_OUTPUT = "output"
 
 def is_keras_function(value: object) -> bool:
     """Returns True for a function of Keras, for example keras.losses.mean_squared_error."""
-    return inspect.isfunction(value) and is_of_keras(value)
-
-
-def is_of_keras(value: Any) -> bool:  # Any: a class or a function.
-    """Returns True if Keras defines `value`."""
-    return bool(value.__module__.partition(".")[0] == "keras")
+    return inspect.isfunction(value) and value.__module__.partition(".")[0] == "keras"
 
 
 def is_class_of(value: object, *kinds: type) -> bool:

@@ -60,6 +60,16 @@ def must_be(needed: str, name: str, value: object, example: object) -> ConfigErr
     )
 
 
+# The kinds of schedules, and the fields that only some of them use.
+_FIELDS_OF_KIND = {
+    "constant": (),
+    "cosine": ("decay_steps", "end_fraction"),
+    "exponential": ("decay_steps", "decay_rate", "staircase"),
+    "polynomial": ("decay_steps", "end_fraction", "power"),
+    "step": ("boundaries", "decay_rate"),
+}
+
+
 @dataclass
 class ScheduleConfig:
     """The learning rate as a function of the number of steps done, `t`.
@@ -69,10 +79,10 @@ class ScheduleConfig:
     | kind | factor | fields |
     | --- | --- | --- |
     | constant | 1 | |
-    | exponential | decay_rate ** (t / decay_steps) | decay_steps, decay_rate, staircase |
-    | step | decay_rate ** (number of boundaries <= t) | boundaries, decay_rate |
     | cosine | from 1 to end_fraction in decay_steps, as half a cosine | decay_steps, end_fraction |
-    | polynomial | the same, as (1 - t / decay_steps) ** power | decay_steps, end_fraction, power |
+    | exponential | decay_rate ** (t / decay_steps) | decay_steps, decay_rate, staircase |
+    | polynomial | as cosine, by (1 - t / decay_steps) ** power | decay_steps, end_fraction, power |
+    | step | decay_rate ** (number of boundaries <= t) | boundaries, decay_rate |
 
     Attributes:
         kind: One of the kinds above.
@@ -88,7 +98,7 @@ class ScheduleConfig:
             batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
     """
 
-    kind: str = "constant"
+    kind: str = option("constant", one_of=(*_FIELDS_OF_KIND,))
     warmup_steps: int = option(0, at_least=0)
     warmup_start: float = option(
         0.0, bound=_FRACTION, needs=(("schedule.warmup_steps",), "schedule.warmup_steps=100")
@@ -103,9 +113,6 @@ class ScheduleConfig:
 
     def check(self) -> None:
         """Raises ConfigError if a field does not fit the kind."""
-        if self.kind not in _FIELDS_OF_KIND:
-            kinds = f"one of {', '.join(_FIELDS_OF_KIND)}"
-            raise must_be(kinds, "schedule.kind", self.kind, "cosine")
         used = _FIELDS_OF_KIND[self.kind]
         for kind, names in _FIELDS_OF_KIND.items():
             for name in names:
@@ -126,16 +133,6 @@ class ScheduleConfig:
             if not bounds or not are_positive_ints or list(bounds) != sorted(set(bounds)):
                 needed = "whole numbers above 0 that rise, at least one"
                 raise must_be(needed, "schedule.boundaries", bounds, "'(32000, 48000)'")
-
-
-# The fields that only some kinds use.
-_FIELDS_OF_KIND = {
-    "constant": (),
-    "exponential": ("decay_steps", "decay_rate", "staircase"),
-    "step": ("boundaries", "decay_rate"),
-    "cosine": ("decay_steps", "end_fraction"),
-    "polynomial": ("decay_steps", "end_fraction", "power"),
-}
 
 
 @dataclass
