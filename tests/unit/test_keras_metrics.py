@@ -171,7 +171,7 @@ def test_metric_keeps_its_arguments(is_of_file: bool) -> None:
 
 def test_metric_object_with_variables_is_given_once() -> None:
     labels, outputs, _ = examples("", 30)
-    vars(metric := keras.metrics.AUC()).pop("_arguments", None)  # As before the first config file.
+    vars(metric := keras.metrics.AUC()).pop("__arguments", None)  # As before the first config file.
     with pytest.raises(ConfigError, match="One metric object is given twice"):
         build(KerasMetrics([metric], [metric]), labels, outputs)
     with metrics_without_variables(lambda: None):

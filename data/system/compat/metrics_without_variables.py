@@ -63,7 +63,7 @@ def _without_variables(import_keras: Callable[[], None]) -> Iterator[None]:
 
 def _new(kind: type["keras.metrics.Metric"], *args: Any, **kwargs: Any) -> "keras.metrics.Metric":
     metric = object.__new__(kind)
-    metric._arguments = args, kwargs
+    vars(metric)["__arguments"] = args, kwargs  # Keras saves no attribute with this prefix.
     return metric
 
 
@@ -71,7 +71,7 @@ def made_anew(metric: "keras.metrics.Metric") -> "keras.metrics.Metric":
     """Returns a metric as `metric`, with variables; or `metric`, if its arguments are unknown."""
     import keras  # The importing process may not need it.
 
-    if (arguments := vars(metric).get("_arguments")) is None:
+    if (arguments := vars(metric).get("__arguments")) is None:
         return metric
     args, kwargs = keras.tree.map_structure(
         lambda part: made_anew(part) if isinstance(part, keras.metrics.Metric) else part, arguments
