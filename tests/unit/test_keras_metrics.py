@@ -618,6 +618,8 @@ def test_mistakes_in_losses_are_refused() -> None:
     both = {"a": labels, "b": labels}
     with pytest.raises(ConfigError, match=r"is none of Keras. losses. Did you mean"):
         KerasLoss("categorical_crossentropie")
+    with pytest.raises(ConfigError, match=r"loss='accuracy' is none .* See keras.io/api/losses"):
+        KerasLoss("accuracy")
     with pytest.raises(ConfigError, match=r"loss names 'c', but the outputs .* 'a', 'b'"):
         KerasLoss({"c": "mse"})(both, both, ["a", "b"])
     with pytest.raises(ConfigError, match="loss has 1 entries, but the model has 2"):
