@@ -552,6 +552,12 @@ def test_data_that_a_model_without_a_run_cannot_choose_from_is_refused(
         list(predict(str(tmp_path / "model.keras"), data_dir=str(data)))
 
 
+@pytest.mark.parametrize("name", ["x.tfrecord", "x.csv", "x.npz", "photos"])
+def test_input_that_does_not_exist_is_named(name: str, run: trainer.Result, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"--input=.*{name} does not exist\. Give"):
+        list(predict(run.model_dir, str(tmp_path / name)))
+
+
 @pytest.mark.parametrize("content", ["", "an array", "cut"])
 def test_file_that_is_no_npz_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.npz"

@@ -67,11 +67,11 @@ def main(argv: Sequence[str]) -> int:
             "example, python -m trainer.predict runs/latest"
         )
     output = given.output or ""
-    if output and not output.endswith((".jsonl", ".csv")):
-        raise ConfigError(
-            f"--output={output} must end with .jsonl or .csv. Type --output=predictions.jsonl."
-        )
     if output:
+        if not output.endswith((".jsonl", ".csv")):
+            raise ConfigError(
+                f"--output={output} must end with .jsonl or .csv. Type --output=predictions.jsonl."
+            )
         if is_url(output):
             raise ConfigError(f"--output={output} must be a local file. Copy it afterwards.")
         check_writable(output, "output")
@@ -114,10 +114,8 @@ def _opened(path: str) -> Iterator[TextIO]:
 
 
 def _write_csv(lines: Iterable[Mapping[str, Any]], file: TextIO) -> None:
-    from trainer.predict.predicting import flat
-
     writer: csv.DictWriter[str] | None = None
-    for row in map(flat, lines):
+    for row in map(_flat, lines):
         if writer is None:
             writer = csv.DictWriter(file, list(row))
             writer.writeheader()
@@ -127,6 +125,19 @@ def _write_csv(lines: Iterable[Mapping[str, Any]], file: TextIO) -> None:
                 "the first one has not: CSV needs equal columns. Type --output=predictions.jsonl."
             )
         writer.writerow(row)
+
+
+def _flat(line: Mapping[str, Any]) -> dict[str, object]:
+    """Returns `line` as a row of a table, with columns such as output_0, output_1."""
+    row: dict[str, object] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            row |= _flat({f"{name}_{key}": item for key, item in value.items()})
+        elif isinstance(value, (list, tuple)):
+            row |= _flat({f"{name}_{index}": item for index, item in enumerate(value)})
+        else:
+            row[name] = value
+    return row
 
 
 if __name__ == "__main__":
