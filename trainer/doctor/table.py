@@ -36,8 +36,6 @@ def text(
 ) -> str:
     """Returns the same as tables for people."""
     lines = [*_plan(reports), "", *_tasks(reports, cluster)]
-    if proxies := sorted({name for report in reports.values() for name in report["proxies"]}):
-        lines.append(f"{', '.join(proxies)}: set, but tasks connect to each other without a proxy")
     if pairs := _pairs(reports):
         lines += ["", *pairs]
     if all_reduce:
