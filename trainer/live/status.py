@@ -71,7 +71,7 @@ class TaskStatus:
     def measure(self) -> bool:
         """Reads memory and CPU time; returns False if the process has ended."""
         try:
-            if self.process is None or self.process.pid != self.pid:
+            if self.process is None:
                 self.process = psutil.Process(self.pid)
             with self.process.oneshot():
                 if self.process.status() == psutil.STATUS_ZOMBIE:
