@@ -19,11 +19,11 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from data.system.files import DataError, check_writable, exists, is_url, partial_name, rename
+from data.system.files import DataError, check_writable, is_url, partial_name, rename
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import RunFiles, json_text
-from trainer.run_record.tools import prepare_tensorflow, run_tool
+from trainer.run_files import json_text
+from trainer.run_record.tools import prepare_tensorflow, run_of, run_tool
 from trainer.run_record.trust import check_trust, define_trust
 
 _SHOWN = 10
@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
     num_examples = given.num_examples
     if num_examples is None:
         num_examples = 0 if given.input else _SHOWN
-    if exists(RunFiles(models[0]).config):
-        check_trust(models[0])
+    if run := run_of(models[0]):
+        check_trust(run)
     prepare_tensorflow()
     from trainer.predict.predicting import predict
 
