@@ -18,7 +18,7 @@ from data.system.files import exists
 from trainer import flags
 from trainer.api.result import Result, result_of
 from trainer.flags.checks import read_recipe
-from trainer.flags.start import DEFAULT_DIR, model_dir_of, read_cluster, reserved
+from trainer.flags.start import DEFAULT_DIR, model_dir_of, read_cluster
 from trainer.program import python_command
 from trainer.run_files import RunFiles
 
@@ -33,12 +33,11 @@ def run_command(words: Sequence[str]) -> Result:
     """
     recipe = read_recipe()
     read_cluster(is_launched=False)
-    environment = _environment()
-    with reserved(model_dir_of(recipe)) as model_dir:
-        if flags.MODEL_DIR.value is None:
-            words = [*words, f"--model_dir={model_dir}"]
-            environment[DEFAULT_DIR] = model_dir
-        exit_code, message = _run([*python_command("-m", "trainer"), *words], environment)
+    environment, model_dir = _environment(), model_dir_of(recipe)
+    if flags.MODEL_DIR.value is None:
+        words = [*words, f"--model_dir={model_dir}"]
+        environment[DEFAULT_DIR] = model_dir
+    exit_code, message = _run([*python_command("-m", "trainer"), *words], environment)
     result = Result(model_dir) if exists(RunFiles(model_dir).config) else None
     return result_of(model_dir, exit_code, result, message)
 

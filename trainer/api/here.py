@@ -69,8 +69,7 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
         return result_in(model_dir)
     spec = dataclasses.replace(start.task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:
-        with start.reserved(model_dir) as model_dir:
-            exit_code = task.run(dataclasses.replace(spec, model_dir=model_dir), Interrupts())
+        exit_code = task.run(spec, Interrupts())
     except TrainerError as error:
         if exists(RunFiles(model_dir).config):
             error.result = result_in(model_dir)

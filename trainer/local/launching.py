@@ -61,7 +61,6 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
     with contextlib.ExitStack() as stack:
         if listener := checks.metrics_listener(is_chief=True):
             stack.enter_context(listener)
-        model_dir = stack.enter_context(start.reserved(model_dir))
         forks = _forks(model_dir, stack)
         _tell("checking the config, the data and the model")
         exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
@@ -101,8 +100,6 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
     checks.check_sizes(recipe, start.num_workers(cluster), cluster.num("ps"))
     model_dir = start.model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
-        if not checks.serves(cluster):
-            model_dir = stack.enter_context(start.reserved(model_dir))
         forks = _forks(model_dir, stack)
         # A server gets the config from the chief. Of an elastic cluster it may be the next chief.
         if not checks.serves(cluster) or flags.MIN_WORKERS.present:
