@@ -16,14 +16,7 @@ from pathlib import Path
 from data.system.errors import UsageError
 from data.system.files import exists, expanded, is_url
 from trainer import flags
-from trainer.api.arguments import (
-    parsed,
-    recipe_named,
-    split_arguments,
-    split_fields,
-    without_none,
-    words_of,
-)
+from trainer.api.arguments import parsed, recipe_named, split_arguments, words_and_values
 from trainer.api.command import run_command
 from trainer.api.result import Result
 from trainer.config import Config, flatten, load_recipe
@@ -66,10 +59,9 @@ def train(config: str | Path | Config | None = None, **arguments: object) -> Res
         else:
             target = None if config is None else os.fspath(config)
             base = _config_of(target, others)
-        fields = flatten(base)
-        named = [] if target is None else [f"--config={target}"]
-        values, others = split_fields(without_none(others, base), fields)
-        words = [*named, *words_of(others, fields)]
+        words, values = words_and_values(others, base)
+        if target is not None:
+            words.insert(0, f"--config={target}")
         stack.enter_context(parsed(words, values))
         # With --max_restarts a launcher supervises the process.
         if flags.STRATEGY.value == "mirrored" and not flags.MAX_RESTARTS.present:
@@ -84,6 +76,7 @@ def train(config: str | Path | Config | None = None, **arguments: object) -> Res
                 f"example: trainer.train('my_model.py', strategy={flags.STRATEGY.value!r})."
             )
         # A continued run may have other values than the config file.
+        fields = flatten(base)
         changed = {n: v for n, v in values.items() if target is None or v != fields[n]}
         if changed:
             name, value = next(iter(changed.items()))
