@@ -91,7 +91,7 @@ def write_restart(restart: Restart, logs: TaskLogs) -> None:
     """Appends `restart` to restarts.jsonl."""
     again = [str(task) for task in restart.tasks]
     document = {"time": restart.when, "started_again": again, **restart.cause.document()}
-    logs.append(RESTARTS, json.dumps(document))
+    logs.append(logs.directory / RESTARTS, json.dumps(document).encode() + b"\n")
 
 
 def print_summary(report: LaunchReport, logs: TaskLogs) -> None:
