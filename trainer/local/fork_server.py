@@ -89,13 +89,24 @@ class ForkServer:
 
     def __enter__(self) -> Self:
         become_subreaper()
-        self._open()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection = ours
+        ours.settimeout(_IMPORT_TIMEOUT_SECS)  # The first answer comes after the import.
+        ours.send(self._to_import)
+        fd = theirs.fileno()
+        command = python_command("-m", "trainer.local.fork_server")
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(fd), str(os.getpid()), self._label],
+                stdin=subprocess.DEVNULL,
+                # Unbuffered: a task's last lines before a SIGKILL matter most.
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                pass_fds=[fd],
+                start_new_session=True,  # So that Ctrl-C reaches only the launcher.
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -120,16 +131,18 @@ class ForkServer:
                 the fork prints where this process prints.
             namespace: Descriptors of namespaces to enter.
 
-        Raises OSError if the fork server ended or did not answer, twice, or the fork failed.
+        Raises OSError if the fork failed, or if the fork server has ended or did not answer.
         """
         request = json.dumps([target, name, list(argv), dict(env), list(fds)]).encode()
-        to_send = [*fds.values(), *namespace]
         try:
-            answer = self._ask(request, to_send)
-        except (ConnectionResetError, TimeoutError):  # Killed, or stopped.
-            self._close()
-            self._open()
-            answer = self._ask(request, to_send)
+            socket.send_fds(self._connection, [request], [*fds.values(), *namespace])
+            answer = self._connection.recv(_MAX_BYTES).decode()
+            self._connection.settimeout(_FORK_TIMEOUT_SECS)
+        except OSError:
+            answer = ""
+        if not answer:  # Killed, or stopped. A fork that comes late finds no launcher, and ends.
+            self.__exit__()
+            raise OSError("the fork server has ended")
         if not answer.isdigit():
             raise OSError(f"the fork server could not fork: {answer}")
         return Fork(int(answer))
@@ -144,35 +157,6 @@ class ForkServer:
             if ended is None or ended.si_pid in known or ended.si_pid == self._process.pid:
                 return  # Another caller reaps this process; later orphans wait until then.
             os.waitpid(ended.si_pid, 0)
-
-    def _ask(self, request: bytes, fds: Sequence[int]) -> str:
-        """Returns the process id of the fork, or an error message."""
-        try:
-            socket.send_fds(self._connection, [request], fds)
-            answer = self._connection.recv(_MAX_BYTES)
-        except ConnectionError:
-            answer = b""
-        if not answer:
-            raise ConnectionResetError("the fork server has ended")
-        self._connection.settimeout(_FORK_TIMEOUT_SECS)
-        return answer.decode()
-
-    def _open(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection = ours
-        ours.settimeout(_IMPORT_TIMEOUT_SECS)  # The first answer comes after the import.
-        ours.send(self._to_import)
-        fd = theirs.fileno()
-        command = python_command("-m", "trainer.local.fork_server")
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(fd), str(os.getpid()), self._label],
-                stdin=subprocess.DEVNULL,
-                # Unbuffered: a task's last lines before a SIGKILL matter most.
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                pass_fds=[fd],
-                start_new_session=True,  # So that Ctrl-C reaches only the launcher.
-            )
 
 
 def _serve(connection: socket.socket, launcher: int) -> Callable[[], object]:
