@@ -83,7 +83,6 @@ class Supervisor:
         self._running: dict[Task, TaskProcess] = {}
         self._plans = sched.scheduler(time.monotonic)
         self._num_starts: Counter[Task] = Counter()
-        self._restarted_alone: set[Task] = set()
         self._ends: list[TaskEnd] = []
         self._restarts: list[launch_report.Restart] = []
         # While tasks are being ended for a restart of all: its cause, and its earliest time.
@@ -303,9 +302,6 @@ class Supervisor:
         self._start_nothing_more()
         # The run did without these tasks, or they died when it did not need them any more.
         deaths.mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
-        # A task that was just restarted may wait for a chief that it has never seen.
-        late = [task for task in self._restarted_alone if task in self._running]
-        self._end(late, _SERVERS_ALONE_SECS, signal.SIGKILL)
         overdue = f"was still running {_SHUTDOWN_GRACE_SECS:g} s after {self._chief} was done"
         self._end_stateless(self._running, _SHUTDOWN_GRACE_SECS, overdue)
 
@@ -331,7 +327,6 @@ class Supervisor:
         say(f"{cause.death}. Restarting {what} {when}.")
         if is_alone:
             deaths.mark_survived([cause])
-            self._restarted_alone.add(cause.task)
             self._plans.enter(delay_secs, 0, self._start_again, (cause, [cause.task]))
             return
         self._forget_plans()
@@ -373,7 +368,6 @@ class Supervisor:
         for plan in self._plans.queue:
             if plan.action != self._poll:
                 self._plans.cancel(plan)
-        self._restarted_alone.clear()
         self._restart_of_all = None
 
     def _start_nothing_more(self) -> None:
