@@ -62,15 +62,15 @@ def test_summary_has_the_last_restarts_and_the_lines_of_the_failed_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = end(1, 1)
-    workers = (Task("worker", 0), Task("worker", 1))
-    restarts = [Restart(end(1, KILLED), workers[1:], f"at {i}") for i in range(21)]
+    workers = (Task("worker", 0), Task("worker", 1), Task("worker", 2))
+    restarts = [Restart(end(1, KILLED), workers[1:2], f"at {i}") for i in range(21)]
     restarts.append(Restart(end(1, KILLED), workers, "at 21"))
     print_summary(LaunchReport([failed], restarts, is_stopped=False), TaskLogs(tmp_path))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         f"2 earlier restarts are in {tmp_path}/restarts.jsonl",
         *(f"at {i}  worker 1 died: exit code -9; restarted worker 1" for i in range(2, 21)),
-        "at 21  worker 1 died: exit code -9; restarted all tasks",
+        "at 21  worker 1 died: exit code -9; restarted 3 tasks",
         "[worker 1] last",
         f"worker 1 failed after 1.0 s: exit code 1. Its log: {tmp_path}/worker-1.log",
     ]

@@ -65,7 +65,7 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
 
     start.set_train_steps(recipe)
     model_dir = start.model_dir_of(recipe)
-    if start.says_finished(recipe, model_dir, hides_gpus=False, dashes=""):
+    if start.says_finished(recipe, model_dir, hides_gpus=False):
         return result_in(model_dir)
     spec = dataclasses.replace(start.task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:

@@ -162,12 +162,10 @@ def set_train_steps(recipe: Recipe) -> None:
         recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
 
 
-def says_finished(
-    recipe: Recipe, model_dir: str, *, hides_gpus: bool = True, dashes: str = "--"
-) -> bool:
+def says_finished(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> bool:
     """Returns True, and prints the result, if the run in `model_dir` is finished.
 
-    `hides_gpus`: as of preflight. `dashes` precede the names of options: none in Python.
+    `hides_gpus`: as of preflight.
     """
     tf_setup.import_tensorflow()
     from trainer.model_dir import finished_result
@@ -182,7 +180,7 @@ def says_finished(
     measured = "  ".join(metric_words(result["eval"]))
     print(
         f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "
-        f"{dashes}train_steps; to train anew, give another {dashes}model_dir."
+        "--train_steps; to train anew, give another --model_dir."
     )
     return True
 
