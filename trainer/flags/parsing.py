@@ -74,12 +74,9 @@ def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) 
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
     path, fields = paths[0] if paths else flags.DEFAULT_CONFIG, {}
-    if not paths:
-        local = (flags.LOCAL, flags.LOCAL_OR_HOSTS)
-        local_flags = [name for name, scope in flags.SCOPES.items() if scope.where in local]
-        if settings := settings_of_run(argv, local_flags):
-            path, fields = settings.config, settings.fields
-            others = [*settings.flags, *others]
+    if not paths and (settings := settings_of_run(argv)):
+        path, fields = settings.config, settings.fields
+        others = [*settings.flags, *others]
     FLAGS["config"].parser.fields = {**fields, **(given or {})}
     # The tasks of a cluster on this machine get the command line of their launcher, and read the
     # settings of the run as it does. ml_collections needs --config before its fields.
