@@ -20,7 +20,7 @@ from strategies.cluster.tf_config import Cluster, Task
 from trainer import flags
 from trainer.config import ConfigError, Recipe, data_dir
 from trainer.config_checks import check_replicas
-from trainer.exit_codes import EXIT_RESTART, end_at_once
+from trainer.exit_codes import EXIT_RESTART
 from trainer.flags import checks, start
 from trainer.flags.cluster import cluster_here, read_shared_settings
 from trainer.flags.continued import print_next
@@ -28,7 +28,6 @@ from trainer.flags.start import READY
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
-from trainer.guards.signals import SignalThread, stop_signals
 from trainer.hooks.tracker_names import reached_over_network
 from trainer.local.deaths import Restarts
 from trainer.local.elastic import ElasticPolicy, run_elastic
@@ -196,17 +195,7 @@ def _run_check_before_launch(
             child = forks.spawn(TARGET, "preflight", argv, env, fds)
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
             return start.check_before_launch(recipe, cluster)
-
-        received: list[int] = []
-
-        def stop(signum: int) -> None:
-            received.append(signum)
-            child.kill()
-
-        with SignalThread(stop_signals(), stop):
-            exit_code = child.wait()
-        if received:
-            end_at_once(received[0], None)
+        exit_code = child.wait()  # A signal ends this process, and then the child ends itself.
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         say(f"error: {name} ended the process that checks before the launch.")
