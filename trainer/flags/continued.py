@@ -17,14 +17,11 @@ from data.system.files import exists, is_url, shown
 from trainer.config import PYTHON_CONFIG, ConfigError, flatten_as, load_recipe
 from trainer.config_file import split_target
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
-from trainer.flags import LOCAL, LOCAL_OR_HOSTS, SCOPES
+from trainer.flags import HOSTS, LOCAL, LOCAL_OR_HOSTS, SCOPES
 from trainer.run_files import Document, RunFiles
 
 if TYPE_CHECKING:
     from strategies.cluster.tf_config import Cluster
-
-# Flags that describe a cluster of several hosts: then no cluster on this machine is continued.
-_DESCRIPTIONS = ("worker_hosts", "ps_hosts", "chief_hosts", "hosts")
 
 
 class Settings(NamedTuple):
@@ -77,7 +74,8 @@ def _ignored(given: Mapping[str, str]) -> set[str]:
     # Not above: a run of one process does without it.
     from strategies.cluster.sources.finding import found_by_auto, is_described, size_flags
 
-    has_cluster = is_described(os.environ) or any(name in given for name in _DESCRIPTIONS)
+    descriptions = {"hosts", *(flag.name for flag in HOSTS.values())}
+    has_cluster = is_described(os.environ) or not descriptions.isdisjoint(given)
     source = "hosts" if "hosts" in given else None
     if not has_cluster and given.get("cluster") != "local":
         source = found_by_auto(os.environ)

@@ -19,6 +19,7 @@ from data.system.flags import check_utf8, show_help, with_home
 from trainer import flags
 from trainer.exit_codes import EXIT_USAGE
 from trainer.flags import FLAGS
+from trainer.flags.config_help import completion_script, describe_fields, describe_flags
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -48,7 +49,8 @@ _SYNONYMS = {
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
-    show_help(argv, _describe_fields, short=_describe_flags)
+    synopsis = sys.modules["__main__"].__doc__ or ""
+    show_help(argv, _describe_fields, short=lambda: describe_flags(synopsis))
     try:
         return parse_words(argv)
     except UsageError as error:
@@ -86,8 +88,6 @@ def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) 
     try:
         rest: list[str] = FLAGS(argv)
         if flags.COMPLETION.value is not None:
-            from trainer.flags.config_help import completion_script
-
             print(completion_script(flags.COMPLETION.value, config))
             sys.exit(0)
         return rest
@@ -98,15 +98,8 @@ def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) 
     raise ConfigError(message)
 
 
-def _describe_flags() -> str:
-    from trainer.flags.config_help import describe_flags
-
-    return describe_flags(sys.modules["__main__"].__doc__ or "")
-
-
 def _describe_fields() -> str:
     from trainer.config import Config
-    from trainer.flags.config_help import describe_fields
 
     return describe_fields(Config())
 

@@ -18,7 +18,6 @@ of a forked process ends, the kernel gives the process to the nearest subreaper.
 passing descriptors over a socket make this Linux only. The fork server ends with the launcher.
 """
 
-import contextlib
 import fcntl
 import gc
 import importlib
@@ -49,17 +48,10 @@ _POLL_SECS = 0.0005
 
 @dataclass
 class Fork:
-    """A child of this process that was forked, with Popen's pid, returncode, kill and wait."""
+    """A child of this process that was forked, with Popen's pid, returncode and wait."""
 
     pid: int
     returncode: int | None = None
-
-    def kill(self) -> None:
-        """Kills the process and its process group."""
-        # It may have been reaped a moment ago.
-        with contextlib.suppress(ProcessLookupError):
-            if self.returncode is None:
-                os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         """Waits until the process has ended; returns `returncode`."""

@@ -71,8 +71,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
             namespace = _namespace(network_needed)
         if cores:
             fewest = min(map(len, cores.values()))
-            each = f"at least {fewest} cores" if fewest > 1 else "one core"
-            _tell(f"CPU affinity: each worker has {each} for itself.")
+            _tell(f"CPU affinity: each worker has at least {fewest} core(s) for itself.")
         if namespace:
             stack.enter_context(namespace)
             cluster = cluster_here(namespace.free_ports)
