@@ -25,7 +25,6 @@ No process is left when `run` returns: process groups are killed by their id. If
 is killed, a socket that it held closes, and the tasks end (trainer/guards/parent_watch.py).
 """
 
-import math
 import queue
 import sched
 import signal
@@ -53,7 +52,6 @@ _SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for
 _CHIEF_FOLLOWS_SECS = 1.0  # From a ps worker's 75 to the chief's, if the chief ended the worker.
 _LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
 _POLL_SECS = 1.0  # Between two looks at heartbeats, and at what others have written.
-_POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times or more in each stall time-out.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
 _DONE_SECS = 10.0  # From Step.DONE to SIGTERM for a task that waits for others.
 
@@ -177,8 +175,7 @@ class Supervisor:
         self._kill_unresponsive()
         self._follow_failures()
         self._do(self.policy.look(self._activity()))
-        stall_secs = self.stall_timeout_secs or math.inf
-        self._plans.enter(min(_POLL_SECS, stall_secs / _POLLS_PER_TIMEOUT), 0, self._poll)
+        self._plans.enter(_POLL_SECS, 0, self._poll)
 
     def _follow_failures(self) -> None:
         """Prints why tasks of other hosts ended; ends the run if one of these failures says so."""
