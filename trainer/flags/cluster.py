@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from data.system.files import is_url
 from strategies.cluster.ports import free_ports
@@ -257,11 +257,11 @@ def _check_role_flags(cluster: Cluster) -> None:
         )
 
 
-def cluster_here(choose_ports: Callable[[int], list[int]] = free_ports) -> Cluster:
+def cluster_here() -> Cluster:
     """Returns the cluster on this machine that --workers and --ps describe."""
     strategy = flags.STRATEGY.value
     num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
-    return local_cluster(strategy, num_workers, flags.PS.value, choose_ports)
+    return local_cluster(strategy, num_workers, flags.PS.value)
 
 
 def most_workers() -> int:

@@ -74,7 +74,6 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
             _tell(f"CPU affinity: each worker has at least {fewest} core(s) for itself.")
         if namespace:
             stack.enter_context(namespace)
-            cluster = cluster_here(namespace.free_ports)
         starter = TaskStarter(
             task_argv, cores=cores, namespace=namespace, fork_server=forks, listener=listener
         )
