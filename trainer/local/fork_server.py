@@ -31,7 +31,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -61,35 +61,26 @@ class Fork:
         return self.returncode
 
 
+@dataclass
 class ForkServer:
     """The launcher's handle of a fork server, which runs while the context is open."""
 
-    _connection: socket.socket
-    _process: subprocess.Popen[bytes]
-
-    def __init__(
-        self, label: str, *, preload: Sequence[str] = (), setup: Sequence[str] = ()
-    ) -> None:
-        """The process will call the functions `setup` ("module:function"), then import `preload`.
-
-        `label` appears in the command line of the process, for `ps`.
-        """
-        self._label = label
-        self._to_import = json.dumps(
-            {"path": [*map(str, sys.path)], "setup": list(setup), "preload": list(preload)}
-        ).encode()
+    label: str  # In the command line of the process, for `ps`.
+    _: KW_ONLY
+    setup: Sequence[str] = ()  # Functions that it calls first: "module:function".
+    preload: Sequence[str] = ()  # Modules that it imports then.
 
     def __enter__(self) -> Self:
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = ours
         ours.settimeout(_IMPORT_TIMEOUT_SECS)  # The first answer comes after the import.
-        ours.send(self._to_import)
+        ours.send(json.dumps([[*map(str, sys.path)], self.setup, self.preload]).encode())
         fd = theirs.fileno()
         command = python_command("-m", "trainer.local.fork_server")
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(fd), str(os.getpid()), self._label],
+                [*command, str(fd), str(os.getpid()), self.label],
                 stdin=subprocess.DEVNULL,
                 # Unbuffered: a task's last lines before a SIGKILL matter most.
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -239,11 +230,11 @@ def main() -> None:
     if os.getppid() != launcher:  # It ended before the call above.
         os._exit(0)
     os.set_inheritable(connection.fileno(), False)
-    to_import = json.loads(connection.recv(_MAX_BYTES))
-    sys.path[:] = to_import["path"]  # A config file's imports are the same in all processes.
-    for function in to_import["setup"]:
+    path, setup, preload = json.loads(connection.recv(_MAX_BYTES))
+    sys.path[:] = path  # A config file's imports are the same in all processes.
+    for function in setup:
         pkgutil.resolve_name(function)()
-    for module in to_import["preload"]:
+    for module in preload:
         importlib.import_module(module)
     gc.freeze()  # Otherwise the first garbage collection of a fork copies all shared memory.
     try:
