@@ -6,7 +6,6 @@
 TensorFlow is not imported: a mistake is reported at once.
 """
 
-import math
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -66,7 +65,7 @@ def _check_epochs() -> None:
     epochs = flags.EPOCHS.value
     if epochs is None:
         return
-    if not 0 < epochs < math.inf:
+    if epochs <= 0:
         raise ConfigError(f"--epochs must be above 0. Received: {epochs}. Type --epochs=10.")
     names = ("train_steps", "config.train_steps")
     if any(name in flags.FLAGS and flags.FLAGS[name].present for name in names):

@@ -7,7 +7,6 @@ gRPC only if a cluster is described.
 """
 
 import logging
-import math
 import os
 import shlex
 import sys
@@ -72,10 +71,6 @@ def _check_elastic(cluster: Cluster | None) -> None:
         raise ConfigError(
             f"{given} is more than the {most} {what}, so that training would never begin. Type "
             f"--min_workers={most}, or less."
-        )
-    if not math.isfinite(flags.REJOIN_SECS.value):
-        raise ConfigError(
-            f"--rejoin_secs={flags.REJOIN_SECS.value}: it must be finite. Type --rejoin_secs=60."
         )
     for name in ("keep_serving", "chief_timeout_secs"):
         if flags.STRATEGY.value == "ps" and flags.FLAGS[name].present:

@@ -7,6 +7,7 @@ message = wrong_value(str(error), values, parsers)
 """
 
 import difflib
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,12 +91,23 @@ def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) 
         if flags.COMPLETION.value is not None:
             print(completion_script(flags.COMPLETION.value, config))
             sys.exit(0)
+        _check_finite()
         return rest
     except (AttributeError, LookupError, TypeError, ValueError, absl.flags.Error) as error:
         message = "" if isinstance(error, UsageError) else _explained(argv, config, error)
         if not message:
             raise
     raise ConfigError(message)
+
+
+def _check_finite() -> None:
+    """Raises ConfigError for a flag that is infinite or not a number: no bound excludes NaN."""
+    from trainer.config import ConfigError
+
+    for flag in FLAGS.get_flags_for_module(flags):
+        if isinstance(flag.value, float) and not math.isfinite(flag.value):
+            advice = f"Type --{flag.name}={flag.default:g}" if flag.default else "Leave it out"
+            raise ConfigError(f"--{flag.name}={flag.value} must be a finite number. {advice}.")
 
 
 def _describe_fields() -> str:
