@@ -148,16 +148,15 @@ def test_cluster_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("text", "substance"),
     [
-        ("", ("empty", "unset TF_CONFIG")),
+        ("", ("not JSON", "Example", "unset TF_CONFIG")),
         ("{'cluster': 1}", ("not JSON", "line 1, column 2", "single quotes")),
         ('{"a":\n [1,}', ("not JSON", "line 2, column 5")),
-        ("[1]", ("object", "a list", '{"cluster"')),
-        ("{}", ('needs "cluster"', "nothing", '{"cluster"')),
-        ('{"task": {}, "job": 1}', ('needs "cluster"', '"task", "job"')),
-        ('{"cluster": []}', ('needs "cluster"', "a list")),
+        ("[1]", ("object", "is [1]", '{"cluster"')),
+        ("1", ("object", "is 1")),
+        ('{"task": {}, "job": 1}', ('with "cluster"', 'is {"task": {}, "job": 1}')),
+        ('{"cluster": []}', ('"cluster"', 'is {"cluster": []}')),
         ('{"sparseCluster": {"ps": ["d:1"]}}', ('"sparseCluster"', "enableDynamicWorker")),
         ('{"cluster": {"worker": []}}', ("no addresses", '"worker": [')),
-        ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', ('"worker" twice',)),
         ('{"cluster": {"worker": ["a:1"]}}', ('needs "task"', "none", '"index": 0')),
         ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}', ('needs "task"',)),
     ],
@@ -173,9 +172,9 @@ def test_malformed_tf_config_is_explained(text: str, substance: tuple[str, ...])
         (None, 0, ("null", "worker (2)")),
         ("worker", 2, ("worker 2", "2 worker", "0 to 1", "start at 0")),
         ("worker", -1, ("worker -1", "0 to 1")),
-        ("worker", "x", ("an integer", "a string", '"x"', '"index": 0')),
+        ("worker", "x", ("an integer", '"x"', '"index": 0')),
         ("worker", 1.5, ("an integer", "1.5")),
-        ("worker", True, ("an integer", "a boolean")),
+        ("worker", True, ("an integer", "true")),
         ("evaluator", 0, ("evaluates itself: start none", "workerPoolSpecs[3]", "host:port")),
     ],
 )
@@ -186,44 +185,29 @@ def test_task_that_is_not_in_the_cluster_is_explained(
 
 
 @pytest.mark.parametrize(
-    ("address", "substance"),
+    "address",
     [
-        ("host", ("worker 0", "'host'", "without a port", '"host:2222"')),
-        ("[::1]", ("without a port", '"[::1]:2222"')),
-        ("host:", ("'' is not a port", "1 to 65535")),
-        ("host:http", ("'http' is not a port",)),
-        ("host:0", ("'0' is not a port",)),
-        ("host:65536", ("'65536' is not a port",)),
-        ("host:٣", ("is not a port",)),
-        (":2222", ("without a host", '"localhost:2222"')),
-        ("[]:2222", ("without a host",)),
-        ("::1:2222", ("IPv6", '"[::1]:2222"')),
-        ("http://host:1", ("scheme",)),
-        ("a:1, b:1", ("several", '"worker": [')),
-        ("a b:1", ("space",)),
-        (2222, ("a string", "a number", "2222", '"localhost:2222"')),
-        (None, ("a string", "null")),
+        *("host", "[::1]", "host:", "host:http", "host:0", "host:65536", "host:٣", ":2222"),
+        *("[]:2222", "::1:2222", "http://host:1", "a:1, b:1", "a b:1", "a..b:1", 2222, None),
     ],
 )
-def test_malformed_address_is_explained(address: object, substance: tuple[str, ...]) -> None:
-    assert_teaches(error_of(tf_config({"worker": [address]})), *substance)
+def test_malformed_address_is_explained(address: object) -> None:
+    form = ("worker 0", repr(address), '"host:port"', "1 to 65535", "[::1]:2222")
+    assert_teaches(error_of(tf_config({"worker": [address]})), *form)
 
 
 @pytest.mark.parametrize(
     ("cluster", "substance"),
     [
-        ({"worker": "a:1,b:1"}, ('"worker"', "list", "a string", '["host:port"]')),
+        ({"worker": "a:1,b:1"}, ('"worker"', "list", "a:1,b:1", '["host:port"]')),
         ({"worker": {"x": "a:1"}}, ('"worker"', "'x'", '{"0": "host:port"}')),
-        ({"worker": {"1": "a:1", "01": "b:1"}}, ("worker 1 twice",)),
         ({"worker": {"0": "a:1", "2": "b:1"}}, ("worker 0, 2", "not worker 1")),
         ({"worker": ["a:1", "A:1 "]}, ("a:1", "both worker 0 and worker 1")),
         ({"worker": ["a:1"], "chief": ["a:1"]}, ("both worker 0 and chief 0",)),
         ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, ("one chief", "2", "Make the others")),
         ({"chief": {"1": "a:1"}, "worker": ["c:1"]}, ("chief 0", "index 1")),
-        ({"workers": ["a:1"]}, ('"workers"', 'Did you mean "worker"?', '"evaluator"')),
-        ({"Worker": ["a:1"]}, ('Did you mean "worker"?',)),
-        ({"master": ["a:1"], "chief": ["b:1"]}, ('Did you mean "chief"?',)),
-        ({"xyz": ["a:1"]}, ('"xyz". Jobs are',)),
+        ({"workers": ["a:1"]}, ('"workers"', '"worker"', '"evaluator"')),
+        ({"master": ["a:1"], "chief": ["b:1"]}, ('"master"', '"chief"')),
     ],
 )
 def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...]) -> None:
@@ -276,7 +260,7 @@ def test_host_flags_and_tf_config_give_equal_clusters(job: str) -> None:
         (HOSTS, "ps", -1, ("--task_index from 0 to 0", "-1")),
         ({"worker": "a:1"}, "worker", 0, ('needs a "ps" task', "the command line", "--ps_hosts=")),
         ({"ps": "a:1"}, "ps", 0, ('needs a "worker" task', "--worker_hosts=")),
-        (HOSTS | {"worker": "a,b:1"}, "ps", 0, ("command line", "worker 0 is 'a'", '"a:2222"')),
+        (HOSTS | {"worker": "a,b:1"}, "ps", 0, ("command line", "worker 0 is 'a'", '"host:port"')),
         (HOSTS | {"worker": "a:1,,b:1"}, "ps", 0, ("command line", "worker 1 is ''")),
         (HOSTS | {"worker": "d:1"}, "ps", 0, ("command line", "d:1", "both ps 0 and worker 0")),
         (HOSTS | {"chief": "e:1,f:1"}, "ps", 0, ("one chief", "names 2")),
