@@ -55,18 +55,16 @@ class Variables:
     scheduler: str
     environment: Mapping[str, str]
 
-    def get(self, *names: str) -> str:
-        """The value of the first of `names` that is set; raises ClusterError if none is."""
-        for name in names:
-            if value := self.environment.get(name, "").strip():
-                return value
-        raise self.error(f"{' and '.join(names)} are not set" if names[1:] else f"no {names[0]}")
+    def get(self, name: str) -> str:
+        """The value of `name`; raises ClusterError if it is not set."""
+        if value := self.environment.get(name, "").strip():
+            return value
+        raise self.error(f"no {name}")
 
-    def number(self, *names: str) -> int:
+    def number(self, name: str) -> int:
         """`get` as an integer from 0."""
-        text = self.get(*names)
+        text = self.get(name)
         if not text.isascii() or not text.isdigit():
-            name = next(name for name in names if self.environment.get(name, "").strip())
             raise self.error(f"{name} is {text!r}, not a number")
         return int(text)
 

@@ -7,17 +7,18 @@ Slurm numbers the tasks node after node (`srun --distribution=block`, the defaul
 from the job and the step.
 """
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from strategies.cluster.sources.base import Found, Variables, Wanted, first_port, found_by_rank
 from strategies.cluster.tf_config import ClusterError
 
-_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-# More than the largest clusters have: "n[1-999999999]" would fill the memory.
-_MAX_HOSTS = 100_000
+_NODES, _TASKS_PER_NODE = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
+# The syntax of Slurm's node lists.
+_RANGE = "[0-9]{1,9}(?:-[0-9]{1,9})?"
+_RANGES = rf"\[{_RANGE}(?:,{_RANGE})*\]"
+_NAME = rf"(?:[^\s,\[\]]|{_RANGES})+"
 
 
 def from_slurm(environment: Mapping[str, str], wanted: Wanted) -> Found:
@@ -30,17 +31,17 @@ def from_slurm(environment: Mapping[str, str], wanted: Wanted) -> Found:
             "each component knows only its own nodes",
             "Give all tasks to one component,",
         )
-    if "SLURM_STEP_NODELIST" not in environment:
+    if _NODES not in environment:
         raise variables.error(
-            f"this process is in job {job}, but in no step: no SLURM_STEP_NODELIST",
+            f"this process is in job {job}, but in no step: no {_NODES}",
             "Put `srun` before the command,",
         )
-    hosts, counts = expand(variables.get(*_NODES)), _counts(variables)
-    num_tasks, rank = variables.number(*_NUM_TASKS), variables.number("SLURM_PROCID")
+    hosts, counts = expand(variables.get(_NODES)), _counts(variables)
+    num_tasks, rank = variables.number("SLURM_STEP_NUM_TASKS"), variables.number("SLURM_PROCID")
     if len(hosts) != len(counts) or sum(counts) != num_tasks:
         raise variables.error(
-            f"{len(hosts)} node(s) in {variables.get(*_NODES)!r}, numbers of tasks for "
-            f"{len(counts)} node(s) in {variables.get(*_TASKS_PER_NODE)!r}, and {num_tasks} task(s)"
+            f"{len(hosts)} node(s) in {variables.get(_NODES)!r}, numbers of tasks for "
+            f"{len(counts)} node(s) in {variables.get(_TASKS_PER_NODE)!r}, and {num_tasks} task(s)"
         )
     if rank >= num_tasks:
         raise variables.error(f"SLURM_PROCID is {rank}, but there are {num_tasks} task(s)")
@@ -54,11 +55,11 @@ def from_slurm(environment: Mapping[str, str], wanted: Wanted) -> Found:
 def _counts(variables: Variables) -> list[int]:
     """The number of tasks of each node, from the form `2(x3),1`."""
     counts = []
-    text = variables.get(*_TASKS_PER_NODE)
+    text = variables.get(_TASKS_PER_NODE)
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip(), re.ASCII)
         if not found:
-            raise variables.error(f"{_TASKS_PER_NODE[0]} is {text!r}, not of the form 2(x3),1")
+            raise variables.error(f"{_TASKS_PER_NODE} is {text!r}, not of the form 2(x3),1")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -83,40 +84,24 @@ def expand(nodes: str) -> list[str]:
 
     Numbers keep the zeros before them. Raises ClusterError if the list is malformed.
     """
-    if not re.fullmatch(r"([^\[\]]|\[[^\[\]]*\])*", nodes):
-        raise _malformed(nodes, "its brackets do not match")
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)  # Between commas outside brackets.
-    names = [name for part in parts for name in _expanded(part.strip(), nodes) if name]
+    names: list[str] = []
+    if re.fullmatch(f"{_NAME}(?:,{_NAME})*", nodes):
+        for name in re.findall(_NAME, nodes):
+            parts = re.findall(rf"[^\[\]]+|{_RANGES}", name)
+            choices = [_numbers(part[1:-1]) if part[0] == "[" else [part] for part in parts]
+            names += map("".join, itertools.product(*choices))
     if not names:
-        raise _malformed(nodes, "it is empty")
+        raise ClusterError(
+            f"Slurm's node list is {nodes[:200]!r}, and not of the form `n[01,09-12],login`: "
+            "`scontrol show hostnames` prints the names. Describe the cluster by TF_CONFIG, or "
+            "type --cluster=hosts --hosts=NAME,NAME."
+        )
     return names
 
 
-def _expanded(part: str, nodes: str) -> list[str]:
-    names = [""]
-    for text, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
-        ends = [text] if text else list(_numbers(ranges, nodes))
-        if len(names) * len(ends) > _MAX_HOSTS:
-            raise _malformed(nodes, f"it has more than {_MAX_HOSTS:,} nodes")
-        names = [name + end for name in names for end in ends]
-    if any(re.search(r"\s", name) for name in names):
-        raise _malformed(nodes, "a name has a space in it")
-    return names
-
-
-def _numbers(ranges: str, nodes: str) -> Iterator[str]:
+def _numbers(ranges: str) -> list[str]:
+    numbers = []
     for part in ranges.split(","):
-        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip(), re.ASCII)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not found or last < first or last - first >= _MAX_HOSTS:
-            raise _malformed(nodes, f"{part!r} is not a number, or a range such as 09-12")
-        for number in range(first, last + 1):
-            yield f"{number:0{len(found[1])}}"
-
-
-def _malformed(nodes: str, fault: str) -> ClusterError:
-    return ClusterError(
-        f"Slurm's node list is {nodes[:200]!r}, but {fault}. It must be as `n[01,09-12],login`: "
-        "`scontrol show hostnames` prints the names. Describe the cluster by TF_CONFIG, or type "
-        "--cluster=hosts --hosts=NAME,NAME."
-    )
+        first, _, last = part.partition("-")
+        numbers += [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)]
+    return numbers
