@@ -17,10 +17,9 @@ from strategies.cluster.sources.base import (
     found_by_rank,
 )
 
-# SageMaker writes it in every container; SM_* are set only by the images with its toolkit.
+# SageMaker writes the file in every container. The images with its toolkit set the variable, too.
 RESOURCE_CONFIG_FILE = Path("/opt/ml/input/config/resourceconfig.json")
-_RESOURCE_CONFIG = "SM_RESOURCE_CONFIG"
-SAGEMAKER_VARIABLES = ("SM_HOSTS", _RESOURCE_CONFIG)
+RESOURCE_CONFIG = "SM_RESOURCE_CONFIG"
 
 
 def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
@@ -43,40 +42,25 @@ def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
     return found_by_rank("skypilot", where, nodes, rank, wanted, port, how_many)
 
 
-def with_resource_config(
-    environment: Mapping[str, str], path: Path = RESOURCE_CONFIG_FILE
-) -> Mapping[str, str]:
+def with_resource_config(environment: Mapping[str, str]) -> Mapping[str, str]:
     """`environment`, with SageMaker's file as SM_RESOURCE_CONFIG if there is one."""
-    if any(name in environment for name in SAGEMAKER_VARIABLES) or not path.is_file():
+    if RESOURCE_CONFIG in environment or not RESOURCE_CONFIG_FILE.is_file():
         return environment
-    return {**environment, _RESOURCE_CONFIG: path.read_text()}
+    return {**environment, RESOURCE_CONFIG: RESOURCE_CONFIG_FILE.read_text()}
 
 
 def from_sagemaker(environment: Mapping[str, str], wanted: Wanted) -> Found:
     """The cluster of all hosts of this training job.
 
-    Raises ClusterError if the variables are incomplete or contradict each other.
+    Raises ClusterError if the variable is not of SageMaker's form.
     """
     variables = Variables("SageMaker", environment)
-    hosts: object = None
-    own: object = None
-    if "SM_HOSTS" in environment:
-        hosts, own = _json(variables, "SM_HOSTS"), variables.get("SM_CURRENT_HOST")
-    else:
-        described = _json(variables, _RESOURCE_CONFIG)
-        if isinstance(described, dict):
-            hosts, own = described.get("hosts"), described.get("current_host")
-    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise variables.error(f"its hosts are {hosts!r}, not a list of names")
-    if own not in hosts:
-        raise variables.error(f"this host is {own!r}, and not one of its hosts, {hosts}")
-    rank = hosts.index(own)
-    return found_by_rank("sagemaker", "SageMaker", hosts, rank, wanted, how_many="instance_count=N")
-
-
-def _json(variables: Variables, name: str) -> object:
-    text = variables.get(name)
+    text = variables.get(RESOURCE_CONFIG)
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise variables.error(f"{name} is not JSON ({error}): {text[:100]!r}") from None
+        described = json.loads(text)
+        hosts = described["hosts"]
+        rank = hosts.index(described["current_host"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        form = '{"current_host": "a", "hosts": ["a", "b"]}'
+        raise variables.error(f"{RESOURCE_CONFIG} is {text[:300]}, not as {form}") from None
+    return found_by_rank("sagemaker", "SageMaker", hosts, rank, wanted, how_many="instance_count=N")

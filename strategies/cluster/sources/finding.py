@@ -36,7 +36,7 @@ SCHEDULERS = {
         "an indexed Job", kubernetes.from_indexed_job, ["JOB_COMPLETION_INDEX"], False
     ),
     "skypilot": _Source("SkyPilot", clouds.from_skypilot, ["SKYPILOT_NODE_IPS"]),
-    "sagemaker": _Source("SageMaker", clouds.from_sagemaker, clouds.SAGEMAKER_VARIABLES),
+    "sagemaker": _Source("SageMaker", clouds.from_sagemaker, [clouds.RESOURCE_CONFIG]),
 }
 
 
@@ -48,6 +48,7 @@ def find(source: str, environment: Mapping[str, str], wanted: Wanted) -> Found |
     Raises ClusterError if the scheduler's variables are missing, incomplete or contradictory, or if
     "auto" finds two schedulers.
     """
+    environment = clouds.with_resource_config(environment)
     if source in SCHEDULERS:
         return SCHEDULERS[source].read(environment, wanted)
     names = present(environment)
@@ -69,6 +70,7 @@ def size_flags(source: str) -> tuple[str, ...]:
 
 def found_by_auto(environment: Mapping[str, str]) -> str | None:
     """The scheduler that `find` with "auto" detects; None if it detects none."""
+    environment = clouds.with_resource_config(environment)
     names = present(environment)
     with contextlib.suppress(ClusterError):
         if len(names) == 1 and _is_single(names[0], environment):
