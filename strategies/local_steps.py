@@ -107,16 +107,6 @@ class LocalSteps:
         changing = [*self.weights, *self.others, *self.momenta, *self.counters]
         return StepMarks(strategy, step, changing)
 
-    def new_rounds(
-        self,
-        strategy: tf.distribute.Strategy,
-        marks: StepMarks,
-        summed: _Sum,
-        summed_in_background: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    ) -> "LocalRounds":
-        """The averages of one executor; LocalRounds explains the arguments."""
-        return LocalRounds(strategy, self, marks, summed, summed_in_background)
-
     def rounds(self, step: int, num_steps: int) -> list[int]:
         """Returns the numbers of steps up to each average, from `step` on, by `every`.
 

@@ -27,12 +27,12 @@ from strategies.base import STEPS, Batch, Executor, Learner, Tensor
 from strategies.gradients.all_reduce import TOTALS_KEY, all_reduced, summed_with_key
 from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
 from strategies.gradients.parts import totals_of_parts
+from strategies.local_steps import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
 
 if TYPE_CHECKING:
     from strategies.gradients.compression import Compression
-    from strategies.local_steps import LocalRounds
     from strategies.step_marks import StepMarks
 
 # A part of the message if the next batch could not be read or parsed.
@@ -62,8 +62,6 @@ class MirroredExecutor(Executor):
         num_local = len(strategy.extended.worker_devices)
         self._local_replicas = range(process_index * num_local, (process_index + 1) * num_local)
         self._num_parts = 0  # Of the share of a replica, with config.virtual_replicas.
-        # Runs a round of local steps that are counted by time, and returns what the graph returns.
-        self._run_by_time: Callable[[int], tuple[tf.Tensor, tf.Tensor, Batch]] | None = None
         self._marks: StepMarks | None = None
         self._rounds: LocalRounds | None = None
         self._seconds = {"run": 0.0, "evaluate": 0.0}
@@ -102,7 +100,7 @@ class MirroredExecutor(Executor):
         marks = self._marks = self._new_marks()
         if local and marks:
             sums = self._all_reduced, self._summed_over_replicas
-            self._rounds = local.new_rounds(self.strategy, marks, *sums)
+            self._rounds = LocalRounds(self.strategy, local, marks, *sums)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             if local:
@@ -232,12 +230,7 @@ class MirroredExecutor(Executor):
         for index, size in enumerate(sizes):
             started = time.monotonic()
             try:
-                if self._run_by_time is not None:
-                    finished = self._run_by_time(size)
-                else:
-                    arguments = self._feed.take(size), self._next_batch, tf.constant(size, tf.int64)
-                    finished = self._run_in_graph(*arguments, self._own_status("run"))
-                totals, summed_status, self._next_batch = finished
+                totals, summed_status, self._next_batch = self._run_round(size)
             except tf.errors.OpError as error:
                 if self._learner.stop_compiling(error):
                     self._prepare(self._source, self.position)
@@ -261,6 +254,13 @@ class MirroredExecutor(Executor):
             self.stopwatch.carve("sum wait", rounds.go_on())
             self.on_progress()
         return metrics, seconds
+
+    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
+        """Runs `num_steps` steps; returns what the graph returns."""
+        arguments = self._feed.take(num_steps), self._next_batch, tf.constant(num_steps, tf.int64)
+        finished: tuple[tf.Tensor, tf.Tensor, Batch]
+        finished = self._run_in_graph(*arguments, self._own_status("run"))
+        return finished
 
     @property
     @override

@@ -243,7 +243,6 @@ class MultiWorkerExecutor(MirroredExecutor):
         if local and local.every_secs:
             self._division = Division(local.every_secs, len(self._cluster.trainers))
             self._sum_in_graph = tf.function(self._sum_over_replicas)
-            self._run_by_time = self._run_own_part
 
     @override
     def _sizes_of_rounds(self, num_steps: int) -> list[int]:
@@ -253,11 +252,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         left = local.last_step - int(self._learner.step.numpy())
         return division.sizes(num_steps, left if left > 0 else math.inf)
 
-    def _run_own_part(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
-        """This worker makes its part of a round of `num_steps` batches."""
+    @override
+    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
+        """By time, this worker makes its part of the steps of a round of `num_steps` batches."""
         division, rounds = self._division, self._rounds
-        assert division is not None
-        assert rounds is not None
+        if division is None or rounds is None:
+            return super()._run_round(num_steps)
         trainers, began = self._cluster.trainers, time.monotonic()
         numbers, worker = division.of(num_steps), trainers.index(self._cluster.task)
         own, num_lanes = numbers[worker], self._source.order.lanes // len(trainers)
