@@ -127,21 +127,10 @@ def wait_for_servers(cluster: Cluster) -> None:
             name is unknown for a minute. In a pod of Kubernetes see `_tolerated_secs`.
     """
     servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
-    is_identified = Identification(cluster, identify)
-    found: set[Task] = set()
-
-    def is_there(task: Task) -> bool:
-        if task in found and accepts_connections(cluster.address_of(task)):  # Costs less.
-            return True
-        found.discard(task)
-        if is_identified(task):
-            found.add(task)
-        return task in found
-
     # Without a chief task, this process is worker 0: it serves already, so its port is in use.
     port = port_of(cluster.address)
     with contextlib.nullcontext() if cluster.is_server else held(port):
-        wait_until_all_are_there(cluster, servers, is_there)
+        wait_until_all_are_there(cluster, servers, Identification(cluster, identify))
 
 
 def all_answer(cluster: Cluster) -> bool:
