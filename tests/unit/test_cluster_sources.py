@@ -310,7 +310,7 @@ def hosts(text: str, own: str, wanted: Wanted = MULTIWORKER, task: Any = None) -
 
 def test_host_finds_its_own_place_in_a_list_of_names_or_addresses() -> None:
     assert hosts("a, b,c,", "b") == "worker 1 of worker a:2222 b:2222 c:2222"
-    assert hosts("a:1,b:2", "a") == "worker 0 of worker a:1 b:2"
+    assert hosts("a:1,b:2,c", "a") == "worker 0 of worker a:1 b:2 c:2222"
     assert hosts("fd0::1,fd0::2", "fd0::2") == "worker 1 of worker [fd0::1]:2222 [fd0::2]:2222"
     assert hosts("[fd0::1]:7,[fd0::2]:8", "fd0::2") == "worker 1 of worker [fd0::1]:7 [fd0::2]:8"
 
@@ -328,7 +328,6 @@ def test_last_hosts_are_parameter_servers_and_a_host_may_have_several_tasks() ->
         ("a,b", "none", "None of the hosts ... --hosts=a,b is this machine ... its name"),
         ("a,b,a", "a", "2 tasks: worker 0, worker 2 ... --job_name=worker --task_index=0"),
         ("a,,b", "a", "an empty name ... --hosts=a,b,c"),
-        ("a:1,b", "a", "a port for some hosts only ... --port=N"),
         ("a:1,a:1", "b", "None of the hosts"),
         ("a:1,b:1,a:1", "b", "a:1 is the address of both"),
         ("a/b,c", "c", "host:port"),

@@ -11,6 +11,7 @@ servers, and worker 0 is the chief. Tasks of one host have consecutive ports.
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def numbered_jobs(
 ) -> dict[str, list[str]]:
     """The addresses by job of the tasks on `hosts`, one entry for each task in its order.
 
+    An entry of `hosts` may have a port, as "a:2222"; the others are numbered from `first_port` on.
     `how_many` says what to type for another number of tasks.
     """
     num_workers = len(hosts) - wanted.num_ps
@@ -105,6 +107,9 @@ def numbered_jobs(
     before: Counter[str] = Counter()
     addresses = []
     for host in hosts:
+        if re.fullmatch(r"(\[.*\]|[^:]*):\d+", host):
+            addresses.append(host)
+            continue
         if ":" in host and not host.startswith("["):  # An IPv6 address.
             host = f"[{host}]"
         addresses.append(f"{host}:{first_port + before[host]}")

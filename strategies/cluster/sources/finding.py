@@ -49,17 +49,16 @@ def find(source: str, environment: Mapping[str, str], wanted: Wanted) -> Found |
     "auto" finds two schedulers.
     """
     environment = clouds.with_resource_config(environment)
-    if source in SCHEDULERS:
-        return SCHEDULERS[source].read(environment, wanted)
-    names = present(environment)
-    if len(names) > 1:
-        raise ClusterError(
-            f"The environment has variables of {' and '.join(SCHEDULERS[n].words for n in names)}. "
-            f"Say which of them describes the cluster: --cluster={' or --cluster='.join(names)}."
-        )
-    if not names or _is_single(names[0], environment):
-        return None
-    return SCHEDULERS[names[0]].read(environment, wanted)
+    if source == "auto":
+        names = present(environment)
+        if len(names) > 1:
+            described = " and ".join(SCHEDULERS[name].words for name in names)
+            raise ClusterError(
+                f"The environment has variables of {described}. Say which of them describes the "
+                f"cluster: --cluster={' or --cluster='.join(names)}."
+            )
+        source = found_by_auto(environment) or ""
+    return SCHEDULERS[source].read(environment, wanted) if source else None
 
 
 def size_flags(source: str) -> tuple[str, ...]:
