@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from data.system.errors import UsageError
 from strategies.cluster.ports import free_ports
@@ -33,7 +32,6 @@ _UNLISTED = (
     "The chief does not know of this evaluator, and evaluates itself: start none (on Vertex AI, "
     'without workerPoolSpecs[3]). Or add "evaluator": ["host:port"] to the cluster of every task.'
 )
-_COMPLETE = "Kubeflow writes a complete one without `enableDynamicWorker: true` in the TFJob. "
 # Where a cluster is described, and what to type to add a job there.
 _TF_CONFIG, _COMMAND_LINE = "TF_CONFIG", "the command line"
 _ADD = {_TF_CONFIG: 'Add "{}": ["host:port"]', _COMMAND_LINE: "Add --{}_hosts=host:port"}
@@ -58,9 +56,9 @@ class Task:
 class Cluster:
     """The addresses of all tasks, by job and index, and the task of this process.
 
-    `jobs` is read-only. It lists chief, worker, ps, evaluator in this order, without jobs that have
-    no tasks. `generation` grows each time that the hosts of an elastic cluster change; None if they
-    do not. The functions of this module check every Cluster that they return.
+    `jobs` lists chief, worker, ps, evaluator in this order, without jobs that have no tasks.
+    `generation` grows each time that the hosts of an elastic cluster change; None if they do not.
+    The functions of this module check every Cluster that they return.
     """
 
     jobs: Mapping[str, Mapping[int, str]]
@@ -69,8 +67,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         known = [job for job in _JOBS if self.jobs.get(job)]
-        ordered = {job: MappingProxyType(dict(sorted(self.jobs[job].items()))) for job in known}
-        object.__setattr__(self, "jobs", MappingProxyType(ordered))
+        ordered = {job: dict(sorted(self.jobs[job].items())) for job in known}
+        object.__setattr__(self, "jobs", ordered)
         assert self.task in self.tasks(), f"{self.task} is not one of {self.tasks()}"
 
     @property
@@ -178,8 +176,7 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
     if not isinstance(given, dict) or not given:
         raise ClusterError(
             'TF_CONFIG must be a JSON object with "cluster", an object of jobs and their '
-            f"addresses, but is {text.strip()[:200]}. "
-            f"{_COMPLETE if 'sparseCluster' in text else ''}{form}"
+            f"addresses, but is {text.strip()[:200]}. {form}"
         )
     jobs = _parse_jobs(given)
     if not jobs:
