@@ -182,8 +182,7 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
     if not jobs:
         raise ClusterError(f"TF_CONFIG's cluster has no addresses. {form}")
     generation = config.get("generation")  # A launcher writes it.
-    is_number = isinstance(generation, int)
-    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation if is_number else None)
+    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation)
     _check_strategy(cluster, strategy, _TF_CONFIG)
     return cluster
 
@@ -362,17 +361,12 @@ def _parse_task(
         )
     if isinstance(index, str) and _is_index(index):
         index = int(index)
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise ClusterError(
-            f"TF_CONFIG's task index must be an integer from 0, but is {json.dumps(index)}. "
-            f'Write "task": {{"type": "{job}", "index": 0}}.'
-        )
-    if index not in known:
+    if type(index) is not int or index not in known:  # A boolean is an int, too.
         is_range = _is_complete(known) and len(known) > 1
         which = f"0 to {len(known) - 1}" if is_range else ", ".join(map(str, known))
         raise ClusterError(
-            f"TF_CONFIG's task is {Task(job, index)}, but its cluster has {len(known)} {job} "
-            f"(index {which}). Indices start at 0: correct the index, or add this task's address."
+            f"TF_CONFIG's task is {job} {json.dumps(index)}, but its cluster has {len(known)} {job} "
+            f"(index {which}). Correct the index, an integer from 0, or add this task's address."
         )
     return Task(job, index)
 

@@ -163,11 +163,12 @@ def test_malformed_tf_config_is_explained(text: str, substance: tuple[str, ...])
     [
         ("ps", 0, ('"ps"', "worker (2)", 'Set the type to "worker"')),
         (None, 0, ("null", "worker (2)")),
-        ("worker", 2, ("worker 2", "2 worker", "0 to 1", "start at 0")),
+        ("worker", 2, ("worker 2", "2 worker", "0 to 1", "an integer from 0")),
         ("worker", -1, ("worker -1", "0 to 1")),
-        ("worker", "x", ("an integer", '"x"', '"index": 0')),
-        ("worker", 1.5, ("an integer", "1.5")),
-        ("worker", True, ("an integer", "true")),
+        ("worker", "x", ('"x"', "0 to 1", "an integer from 0")),
+        ("worker", 1.5, ("1.5", "an integer")),
+        ("worker", True, ("true", "an integer")),
+        ("worker", [0], ("[0]", "an integer")),
         ("evaluator", 0, ("evaluates itself: start none", "workerPoolSpecs[3]", "host:port")),
     ],
 )
