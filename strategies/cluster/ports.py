@@ -82,10 +82,8 @@ def free_ports(num_ports: int) -> list[int]:
 
     A port of that range, such as binding to port 0 gives, may be taken by any connection before the
     task listens. A task that retries to connect to a dead peer may even get the peer's own port and
-    connect to itself, so that the peer cannot restart.
-
-    If that range leaves fewer than 100 ports for each port asked for, from 10,000 on, ports of the
-    range are returned nevertheless, as binding to port 0 gives them.
+    connect to itself, so that the peer cannot restart. Ports of the range are returned only if it
+    leaves fewer than 100 ports from 10,000 on for each port asked for.
 
     On Linux the ports are reserved while this process or a fork of it lives. So clusters that start
     at the same time, and listen some seconds later, use different ports.
@@ -102,17 +100,21 @@ def free_ports(num_ports: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         bound: list[socket.socket] = []
         for port in tries:
-            try:
+            with contextlib.suppress(OSError):
                 bound.append(stack.enter_context(bind(port, may_share=False)))
-            except OSError:
-                continue
             if len(bound) == num_ports:
-                ports = [reservation.getsockname()[1] for reservation in bound]
-                if sys.platform == "linux":
-                    for reservation in bound:
-                        _keep(reservation)
-                return ports
-    raise OSError(f"This machine has no {num_ports} free ports")
+                break
+        else:
+            raise OSError(f"This machine has no {num_ports} free ports")
+        ports = [reservation.getsockname()[1] for reservation in bound]
+        if sys.platform == "linux":
+            # Linux lets sockets share a port if all of them allow it and none listens. A server
+            # allows it, and so do the reservations from now on. The next call of this function does
+            # not, and so finds the ports taken.
+            for reservation in bound:
+                reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                reservation.detach()
+        return ports
 
 
 def outgoing_ports() -> list[int]:
@@ -121,13 +123,3 @@ def outgoing_ports() -> list[int]:
         return [int(number) for number in _PORT_RANGE_FILE.read_text().split()]
     except OSError:
         return []
-
-
-def _keep(reservation: socket.socket) -> None:
-    """Keeps the socket bound until this process ends, and lets a server bind the same port.
-
-    Linux lets sockets share a port if all of them allow it and none listens. A server allows it,
-    and so does the reservation from now on. `free_ports` does not, and so finds the port taken.
-    """
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reservation.detach()
