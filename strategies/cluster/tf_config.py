@@ -365,8 +365,8 @@ def _parse_task(
         is_range = _is_complete(known) and len(known) > 1
         which = f"0 to {len(known) - 1}" if is_range else ", ".join(map(str, known))
         raise ClusterError(
-            f"TF_CONFIG's task is {job} {json.dumps(index)}, but its cluster has {len(known)} {job} "
-            f"(index {which}). Correct the index, an integer from 0, or add this task's address."
+            f"TF_CONFIG's task is {job} {json.dumps(index)}, but its cluster has {len(known)} "
+            f"{job} (index {which}). Correct the index, an integer from 0, or add this task's address."
         )
     return Task(job, index)
 

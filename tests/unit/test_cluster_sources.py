@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.cluster.sources import clouds
+from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted, first_port
-from strategies.cluster.sources.finding import SCHEDULERS, find, found_by_auto
+from strategies.cluster.sources.finding import SCHEDULERS, expand, find, found_by_auto
 from strategies.cluster.sources.hosts import from_hosts, here
-from strategies.cluster.sources.slurm import expand
 from strategies.cluster.tf_config import ClusterError
 from tests.commands import run_python
 from trainer import flags
@@ -227,7 +226,7 @@ def test_file_of_sagemaker_is_read_where_its_variable_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "resourceconfig.json"
-    monkeypatch.setattr(clouds, "RESOURCE_CONFIG_FILE", path)
+    monkeypatch.setattr(finding, "RESOURCE_CONFIG_FILE", path)
     assert found_by_auto({}) is None
     path.write_text(SAGEMAKER["SM_RESOURCE_CONFIG"])
     assert shown(find("auto", {}, MULTIWORKER)) == "worker 1 of worker algo-1:2222 algo-2:2222"
