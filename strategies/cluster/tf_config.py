@@ -366,7 +366,8 @@ def _parse_task(
         which = f"0 to {len(known) - 1}" if is_range else ", ".join(map(str, known))
         raise ClusterError(
             f"TF_CONFIG's task is {job} {json.dumps(index)}, but its cluster has {len(known)} "
-            f"{job} (index {which}). Correct the index, an integer from 0, or add this task's address."
+            f"{job} (index {which}). Correct the index, an integer from 0, or add this task's "
+            "address."
         )
     return Task(job, index)
 
