@@ -246,19 +246,16 @@ def local_cluster(
     Raises:
         ClusterError: fewer than one worker, or fewer than one ps under ps.
     """
-    if num_workers < 1:
-        raise ClusterError(
-            f"--strategy={strategy} needs at least one worker. Received: --workers={num_workers}. "
-            "Use --workers=2, or --strategy=mirrored for one process."
-        )
-    if strategy == "ps" and num_ps < 1:
-        raise ClusterError(
-            "--strategy=ps stores the variables on ps tasks and needs at least one. Received: "
-            f"--ps={num_ps}. Use --ps=1, or --strategy=multiworker, which needs none."
-        )
     sizes = {"worker": num_workers}
     if strategy == "ps":
         sizes = {"chief": 1, "worker": num_workers, "ps": num_ps}
+    for job, size in sizes.items():
+        if size < 1:
+            flag = {"worker": "--workers"}.get(job, f"--{job}")
+            raise ClusterError(
+                f"--strategy={strategy} needs at least one {job} task. Received: {flag}={size}. "
+                f"Type {flag}=1, or --strategy=mirrored for one process."
+            )
     try:
         ports = iter(choose_ports(sum(sizes.values())))
     except OSError as error:
@@ -375,38 +372,31 @@ def _parse_task(
 def _check_strategy(cluster: Cluster, strategy: str, source: str) -> None:
     jobs, task = cluster.jobs, cluster.task
     names, add = f"{source} names", _ADD.get(source, "Add a {}")
-    if "chief" in jobs and list(jobs["chief"]) != [0]:
-        raise ClusterError(
-            f"A cluster has one chief, chief 0, but {names} {cluster.num('chief')} "
-            f"(index {', '.join(map(str, jobs['chief']))}). Make the others workers."
-        )
-    if cluster.num("evaluator") > 1:
-        raise ClusterError(
-            f"A run has one evaluator, but {names} {cluster.num('evaluator')}: they would write "
-            "the same files. Remove all but one."
-        )
+    for job in ("chief", "evaluator"):
+        if list(jobs.get(job, [0])) != [0]:
+            raise ClusterError(
+                f"A run has at most one {job}, {job} 0, but {names} {cluster.num(job)} "
+                f"(index {', '.join(map(str, jobs[job]))}). Remove the others, or "
+                "make them workers."
+            )
     if strategy == "mirrored" and ("ps" in jobs or len(cluster.trainers) != 1):
         raise ClusterError(
             f"--strategy=mirrored trains in one process, but {names} {_counts(jobs)}. "
             f"Use --strategy={'ps' if 'ps' in jobs else 'multiworker'} for several processes, "
             "or describe no cluster."
         )
-    if strategy == "ps":
-        for job, use in (("ps", "stores the variables"), ("worker", "computes the gradients")):
-            if job not in jobs:
-                raise ClusterError(
-                    f'--strategy=ps needs a "{job}" task, but {names} only {_counts(jobs)}. '
-                    f"It {use}. {add.format(job)}, or use --strategy=multiworker."
-                )
+    needed = ["ps", "worker"] if strategy == "ps" else ["worker"] if not cluster.trainers else []
+    for job in needed:
+        if job not in jobs:
+            other = ", or use --strategy=multiworker" if job == "ps" else ""
+            raise ClusterError(
+                f'--strategy={strategy} needs a "{job}" task, but {names} only {_counts(jobs)}. '
+                f"{add.format(job)}{other}."
+            )
     if strategy == "multiworker" and "ps" in jobs:
         raise ClusterError(
             f'--strategy=multiworker has no "ps" task, but {names} {_counts(jobs)}. '
             "Use --strategy=ps, or remove the ps tasks."
-        )
-    if not cluster.trainers:
-        raise ClusterError(
-            f"--strategy={strategy} needs workers, but {names} only {_counts(jobs)}. "
-            f"{add.format('worker')}."
         )
     if "ps" in jobs and "chief" not in jobs and 0 not in jobs["worker"]:
         raise ClusterError(

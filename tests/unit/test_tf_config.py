@@ -198,7 +198,7 @@ def test_malformed_address_is_explained(address: object) -> None:
         ({"worker": {"0": "a:1", "2": "b:1"}}, ("worker 0, 2", "not worker 1")),
         ({"worker": ["a:1", "A:1 "]}, ("a:1", "both worker 0 and worker 1")),
         ({"worker": ["a:1"], "chief": ["a:1"]}, ("both worker 0 and chief 0",)),
-        ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, ("one chief", "2", "Make the others")),
+        ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, ("one chief", "2", "make them workers")),
         ({"chief": {"1": "a:1"}, "worker": ["c:1"]}, ("chief 0", "index 1")),
         ({"workers": ["a:1"]}, ('"workers"', '"worker"', '"evaluator"')),
         ({"master": ["a:1"], "chief": ["b:1"]}, ('"master"', '"chief"')),
@@ -212,7 +212,7 @@ def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...])
     ("strategy", "cluster", "substance"),
     [
         ("multiworker", PS_CLUSTER, ('no "ps" task', "ps (1)", "--strategy=ps")),
-        ("multiworker", {"evaluator": ["a:1"]}, ("needs workers", "evaluator (1)", '"worker": [')),
+        ("multiworker", {"evaluator": ["a:1"]}, ('"worker" task', "evaluator (1)", '"worker": [')),
         ("ps", {"worker": WORKERS}, ('needs a "ps" task', "worker (2)", '"ps": ["host:port"]')),
         ("ps", {"worker": WORKERS}, ('needs a "ps" task', "--strategy=multiworker")),
         ("ps", {"chief": ["a:1"], "ps": ["b:1"]}, ('needs a "worker" task', '"worker": [')),
@@ -346,9 +346,9 @@ def test_local_cluster_has_the_tasks_asked_for_on_different_free_ports() -> None
 @pytest.mark.parametrize(
     ("strategy", "num_workers", "num_ps", "substance"),
     [
-        ("multiworker", 0, 0, ("at least one worker", "--workers=0", "--workers=2")),
+        ("multiworker", 0, 0, ("at least one worker", "--workers=0", "--workers=1")),
         ("ps", -1, 1, ("at least one worker", "--workers=-1")),
-        ("ps", 2, 0, ("ps tasks", "--ps=0", "--ps=1")),
+        ("ps", 2, 0, ("at least one ps", "--ps=0", "--ps=1")),
     ],
 )
 def test_local_cluster_without_tasks_is_refused(
