@@ -27,9 +27,9 @@ from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
 from data.system.errors import UsageError
 from strategies.base import Batch, Tensor, num_bytes, present
-from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
+from strategies.cluster.peers import AbsentPeerError, answer_at
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
-from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.tf_config import Cluster
 from strategies.cluster.watching import silence_of, watch_peers
 from strategies.division import Division, parts_of
 from strategies.gradients.all_reduce import (
@@ -327,12 +327,8 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             yield
         except _LOST as error:
-            absent = [task for task in self._cluster.other_trainers if self._is_absent(task)]
-            silence = silence_of(self._cluster, absent) if absent else ""
-            what = f"{silence}: lost" if absent else "A worker was lost"
+            cluster, gone = self._cluster, ("silent", None)
+            others = cluster.other_trainers
+            absent = [task for task in others if answer_at(cluster.address_of(task)) in gone]
+            what = f"{silence_of(cluster, absent)}: lost" if absent else "A worker was lost"
             raise PeerLostError(f"{what} {when}", error) from error
-
-    def _is_absent(self, task: Task) -> bool:
-        with contextlib.suppress(UnknownHostError):
-            return identify(self._cluster.address_of(task)) in ("silent", None)
-        return True

@@ -136,12 +136,8 @@ def wait_for_servers(cluster: Cluster) -> None:
 def all_answer(cluster: Cluster) -> bool:
     """Returns True if all other training tasks answer now. A silent one takes a few seconds."""
     addresses = [cluster.address_of(task) for task in cluster.other_trainers]
-    with (
-        concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool,
-        contextlib.suppress(UnknownHostError),
-    ):
-        return all(isinstance(found, Task) for found in pool.map(identify, addresses))
-    return False
+    with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
+        return all(isinstance(found, Task) for found in pool.map(answer_at, addresses))
 
 
 class Identification:
@@ -255,6 +251,14 @@ def identify(address: str) -> Identity:
             return "silent" if is_late else "stranger"
     device = re.search(rb"/job:(\w+)/replica:0/task:(\d+)/", answer)
     return Task(device[1].decode(), int(device[2])) if device else "stranger"
+
+
+def answer_at(address: str) -> Identity:
+    """As `identify`; "silent" if the name of the host is unknown at the moment."""
+    try:
+        return identify(address)
+    except UnknownHostError:
+        return "silent"
 
 
 def greeting_at(address: str) -> bytes | None:

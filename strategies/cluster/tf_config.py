@@ -376,8 +376,8 @@ def _check_strategy(cluster: Cluster, strategy: str, source: str) -> None:
         if list(jobs.get(job, [0])) != [0]:
             raise ClusterError(
                 f"A run has at most one {job}, {job} 0, but {names} {cluster.num(job)} "
-                f"(index {', '.join(map(str, jobs[job]))}). Remove the others, or "
-                "make them workers."
+                f"(index {', '.join(map(str, jobs[job]))}). "
+                "Remove the others, or make them workers."
             )
     if strategy == "mirrored" and ("ps" in jobs or len(cluster.trainers) != 1):
         raise ClusterError(
