@@ -137,7 +137,7 @@ class MirroredExecutor(Executor):
             if not local:
                 totals = self._after_complete_step(totals)
             # By time, the caller sums: it measures these steps without the wait for others.
-            summed = (totals, status) if is_timed else self._sum_over_replicas(totals, status)
+            summed = (totals, status) if is_timed else self._summed_totals(totals, status)
             return *summed, following
 
         self._run_in_graph = run
@@ -332,7 +332,7 @@ class MirroredExecutor(Executor):
             for _ in tf.range(num_batches):
                 batch = self._slice_for_replicas(next(batches), offsets)
                 totals = run_step(totals, batch)
-            return *self._sum_over_replicas(totals, status), totals
+            return *self._summed_totals(totals, status), totals
 
         self._evaluate_in_graph = evaluate
         self._zero_totals_in_graph = tf.function(lambda: self.strategy.run(self._zero_totals))
@@ -419,9 +419,7 @@ class MirroredExecutor(Executor):
         return tf.zeros([self._learner.num_totals + num_digests], tf.float64)
 
     @no_autograph
-    def _sum_over_replicas(
-        self, totals: tf.Tensor, status: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    def _summed_totals(self, totals: tf.Tensor, status: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums metric totals and `status` over all replicas, in one all-reduce."""
         joined = self.strategy.run(lambda t: tf.concat([t, status], axis=0), args=(totals,))
         summed = summed_with_key(joined, self.strategy, TOTALS_KEY)

@@ -242,7 +242,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         local = self._learner.local_steps
         if local and local.every_secs:
             self._division = Division(local.every_secs, len(self._cluster.trainers))
-            self._sum_in_graph = tf.function(self._sum_over_replicas)
+            self._sum_in_graph = tf.function(self._summed_totals)
 
     @override
     def _sizes_of_rounds(self, num_steps: int) -> list[int]:

@@ -69,12 +69,11 @@ def check_own_address(cluster: Cluster) -> None:
             ) from None
         if not is_in_use:
             raise
-    with contextlib.suppress(UnknownHostError):
-        if identify(address) == task:
-            raise ClusterError(
-                f"Another process is {task} already, and serves at {address}. Each process needs "
-                "a different job or index: correct those of this process, or end the other one."
-            )
+    if answer_at(address) == task:
+        raise ClusterError(
+            f"Another process is {task} already, and serves at {address}. Each process needs a "
+            "different job or index: correct those of this process, or end the other one."
+        )
     if is_in_use:
         raise ClusterError(
             f"{task} should serve at {address}, but port {port} of this machine is in use. End the "
