@@ -71,6 +71,7 @@ class LocalSteps:
         others: Other variables with decimals that replicas change alone, each its own copy.
         momenta: `m` of each weight; empty if the outer momentum is 0.
         counters: Whole numbers that each step changes by the same.
+        changing: All variables that a step changes.
     """
 
     def __init__(
@@ -99,13 +100,9 @@ class LocalSteps:
         self.momenta: list[tf.Variable] = []
         if outer_momentum:
             self.momenta = [tf.Variable(tf.zeros_like(v), trainable=False) for v in trained]
+        self.changing = [*self.weights, *self.others, *self.momenta, *self.counters]
         self._every = every
         self._outer_learning_rate, self._outer_momentum = outer_learning_rate, outer_momentum
-
-    def new_marks(self, strategy: tf.distribute.Strategy, step: tf.Variable) -> StepMarks:
-        """The marks of complete steps, which keep all that a step changes."""
-        changing = [*self.weights, *self.others, *self.momenta, *self.counters]
-        return StepMarks(strategy, step, changing)
 
     def rounds(self, step: int, num_steps: int) -> list[int]:
         """Returns the numbers of steps up to each average, from `step` on, by `every`.

@@ -30,10 +30,10 @@ from strategies.gradients.parts import totals_of_parts
 from strategies.local_steps import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
+from strategies.step_marks import StepMarks
 
 if TYPE_CHECKING:
     from strategies.gradients.compression import Compression
-    from strategies.step_marks import StepMarks
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -178,10 +178,10 @@ class MirroredExecutor(Executor):
         with averaged_over_replicas(learner.layer_state):
             return learner.gradients(batch)
 
-    def _new_marks(self) -> "StepMarks | None":
+    def _new_marks(self) -> StepMarks | None:
         """The marks of complete steps; None if a failure finds no step that has begun."""
         local = self._learner.local_steps
-        return local.new_marks(self.strategy, self._learner.step) if local else None
+        return StepMarks(self.strategy, self._learner.step, local.changing) if local else None
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
