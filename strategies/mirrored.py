@@ -24,9 +24,13 @@ from data.reader import Reader
 from data.system.compat.autograph import no_autograph
 from data.system.errors import UsageError
 from strategies.base import STEPS, Batch, Executor, Learner, Tensor
-from strategies.gradients.all_reduce import TOTALS_KEY, all_reduced, summed_with_key
-from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
-from strategies.gradients.parts import totals_of_parts
+from strategies.gradients.all_reduce import (
+    TOTALS_KEY,
+    all_reduced,
+    averaged_over_replicas,
+    summed_with_key,
+)
+from strategies.gradients.parts import gradients_of_virtual_replicas, totals_of_parts
 from strategies.local_steps import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
