@@ -119,15 +119,7 @@ class LocalSteps:
         Called in replica context.
         """
         factor = tf.distribute.get_replica_context().num_replicas_in_sync
-
-        def scaled(gradient: Tensor) -> Tensor:
-            if isinstance(gradient, tf.IndexedSlices):
-                return tf.IndexedSlices(
-                    gradient.values * factor, gradient.indices, gradient.dense_shape
-                )
-            return None if gradient is None else gradient * factor
-
-        return list(map(scaled, gradients))
+        return [None if each is None else tf.math.scalar_mul(factor, each) for each in gradients]
 
     def averaged(
         self, before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]
