@@ -7,15 +7,15 @@ with held(first):                # other tasks can connect, and see that this ta
 
 import contextlib
 import random
-import select
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from data.system.background import repeating
 from data.system.ports import when_released
 
+_ACCEPT_SECS = 0.05  # The end of `held` waits for it.
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -51,30 +51,18 @@ def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[Non
         OSError: the port is in use.
     """
 
-    def accept() -> None:
-        poll = select.poll()
-        for watched in (listener, ended):
-            poll.register(watched, select.POLLIN)
-        while all(descriptor != ended.fileno() for descriptor, _ in poll.poll()):
-            with (
-                contextlib.suppress(OSError),  # The other side may have ended.
-                listener.accept()[0] as connection,
-            ):
-                connection.sendall(greeting() if callable(greeting) else greeting)
+    def greet() -> None:
+        with (
+            contextlib.suppress(OSError),  # Nobody has connected, or the other side has ended.
+            listener.accept()[0] as connection,
+        ):
+            connection.sendall(greeting() if callable(greeting) else greeting)
 
     with when_released(lambda: bind(port)) as listener:
-        ended, end = socket.socketpair()
-        with ended, end:
-            listener.listen()
-            listener.setblocking(False)
-            thread = threading.Thread(target=accept, name="held port", daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                # Shutting the listener down would wake the thread, too, but not on macOS.
-                end.close()
-                thread.join()
+        listener.listen()
+        listener.settimeout(_ACCEPT_SECS)
+        with repeating(greet, every_secs=0):
+            yield
 
 
 def free_ports(num_ports: int) -> list[int]:
