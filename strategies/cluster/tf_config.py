@@ -324,7 +324,7 @@ def _parse_addresses(
 
 def _parse_address(given: object, task: Task, source: str) -> str:
     """Returns `given` in its normal form: " Host-A:02222 " is "host-a:2222"."""
-    form = r"\s*(\[[^\[\]\s]+\]|[^:/,\[\]\s]+)\s*:\s*([0-9]+)\s*"
+    form = r"\s*(\[[^\[\]\s]+\]|[^:/,\[\]\s]+)\s*:\s*([0-9]{1,9})\s*"
     found = re.fullmatch(form, given) if isinstance(given, str) else None
     with contextlib.suppress(UnicodeError):  # Of a host that is no name in DNS.
         if found and found[1].encode("idna") and 1 <= int(found[2]) <= 65535:
