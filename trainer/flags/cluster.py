@@ -16,7 +16,6 @@ from data.system.files import is_url
 from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted
-from strategies.cluster.sources.clouds import with_resource_config
 from strategies.cluster.sources.finding import is_described
 from strategies.cluster.sources.hosts import entries_of, from_hosts, here
 from strategies.cluster.tf_config import Cluster, local_cluster, parse_hosts, parse_tf_config
@@ -137,7 +136,7 @@ def _cluster_of_source() -> Found | None:
         job = flags.JOB_NAME.value
         task = None if job is None else (job, flags.TASK_INDEX.value)
         return from_hosts(flags.HOST_LIST.value, wanted, task, here())
-    return finding.find(source, with_resource_config(os.environ), wanted)
+    return finding.find(source, os.environ, wanted)
 
 
 def _cluster_of_tf_config(is_launched: bool) -> Cluster | None:
