@@ -443,8 +443,9 @@ class Checkpointer:
         # Former versions recorded neither: these are not compared.
         slots = self._identity.values.get(DYNAMIC_SLOTS)
         values = {**keras_settings(), DYNAMIC_SLOTS: slots, **mark.identity.values}
-        # The slots of tables that are not trained, or not any more, are not read.
-        untrained = [la.table.path for la in self._tables if la.is_dynamic and not la.trainable]
-        saved = Identity(values, mark.identity.names).without_slots(untrained)
+        saved = Identity(values, mark.identity.names)
+        if any(layer.is_dynamic and not layer.trainable for layer in self._tables):
+            # A table that is not trained any more had slots. They are not read.
+            saved, ignored = saved.without_unread_slots(self._identity), {*ignored, DYNAMIC_SLOTS}
         if lines := differences(saved, self._identity, ignored):
             raise ModelDirError(refusal(self._store.path(name), lines))
