@@ -23,6 +23,7 @@ from tensorboard.plugins.hparams import summary_v2 as hp
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from typing_extensions import override
 
+from data.system.files import replace_file
 from strategies.metrics import Metrics
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.exit_codes import first_line
@@ -96,11 +97,9 @@ class JsonLines(Writer):
 
     @override
     def begin(self, step: int) -> None:
-        steps = [step_of(line, math.nan) for line in self._content().splitlines()]
-        if num_damaged := sum(map(math.isnan, steps)):
-            log.warning("%s has %d damaged line(s), which are removed.", self._path, num_damaged)
         # The steps after `step` will be repeated.
-        self._drop_invalid_lines(step)
+        if num_damaged := self._keep_lines(step):
+            log.warning("%s has %d damaged line(s), which are removed.", self._path, num_damaged)
 
     def read(self) -> Sequence[Values]:
         """Returns the reports so far, without a damaged one."""
@@ -111,31 +110,29 @@ class JsonLines(Writer):
         report = {"step": step, "split": split, **values, **self._always.get(split, {})}
         line = json_text(report)
         if self._last_valid_step is not None:
-            self._drop_invalid_lines(self._last_valid_step)
+            self._keep_lines(self._last_valid_step)
         # Until the write returns: a full disk may take only a part of the line.
         self._last_valid_step = math.inf
         with tf.io.gfile.GFile(self._path, "a") as file:
             file.write(f"{line}\n")
         self._last_valid_step = None
 
-    def _drop_invalid_lines(self, last_valid_step: float) -> None:
+    def _keep_lines(self, last_valid_step: float) -> int:
+        """Removes damaged lines, and lines of later steps; returns the number of damaged ones."""
         self._last_valid_step = last_valid_step
-        content = self._content()
+        content = b""
+        if tf.io.gfile.exists(self._path):
+            with tf.io.gfile.GFile(self._path, "rb") as file:
+                content = file.read()
         lines = content.splitlines()
+        steps = [step_of(line, math.nan) for line in lines]
         # NaN <= x is False for every x.
-        lines = [line for line in lines if step_of(line, math.nan) <= last_valid_step]
-        valid = b"".join(line + b"\n" for line in lines)
+        kept = [n for n, step in zip(lines, steps, strict=True) if step <= last_valid_step]
+        valid = b"".join(line + b"\n" for line in kept)
         if valid != content:
-            with tf.io.gfile.GFile(f"{self._path}.tmp", "wb") as file:
-                file.write(valid)
-            tf.io.gfile.rename(f"{self._path}.tmp", self._path, overwrite=True)
+            replace_file(self._path, valid)
         self._last_valid_step = None
-
-    def _content(self) -> bytes:
-        if not tf.io.gfile.exists(self._path):
-            return b""
-        with tf.io.gfile.GFile(self._path, "rb") as file:
-            return file.read()  # type: ignore[no-any-return]
+        return sum(map(math.isnan, steps))
 
 
 class TensorBoard(Writer):
