@@ -12,12 +12,14 @@ multiple was crossed. building.py decides which task has which hook; no hook ask
 """
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from typing_extensions import override
 
 from strategies.metrics import Metrics
+from trainer.config_file import errors_explained
 from trainer.exit_codes import EXIT_RESTART
 
 NEVER = 2**62
@@ -127,3 +129,13 @@ class PeriodicHook(Hook, abc.ABC):
     def _act(self, step: int) -> None:
         self._acted_step = step
         self.act(step)
+
+
+def built_by_user(what: str, build: Callable[..., object], *arguments: object) -> list[Any]:
+    """Returns what `build` of a config file returns: a list, or one object. Errors name `what`.
+
+    The caller checks the types.
+    """
+    with errors_explained(what):
+        returned = build(*arguments)
+        return list(returned) if isinstance(returned, Iterable) else [returned]

@@ -8,17 +8,14 @@ writes and exports.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import keras
 
 from data.system.files import is_s3
 from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Config, ConfigError, Recipe, flatten
-from trainer.config_file import errors_explained
-from trainer.hooks.base import Hook
+from trainer.hooks.base import Hook, built_by_user
 from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.console import Console, NotebookBar, is_kernel
 from trainer.hooks.digest import DigestLines
@@ -221,18 +218,12 @@ def build_json_lines(path: str, inputs: Inputs, learner: Learner | None = None) 
 def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
     assert recipe.build_hooks is not None
     what = f"build_hooks(config, model_dir) of {recipe.path}"
-    with errors_explained(what):
-        returned = recipe.build_hooks(recipe.config, model_dir)
-        hooks = list(returned) if isinstance(returned, Iterable) else [returned]
+    hooks = built_by_user(what, recipe.build_hooks, recipe.config, model_dir)
     for hook in hooks:
-        if isinstance(hook, keras.callbacks.Callback):
-            raise ConfigError(
-                f"{what} returned {type(hook).__name__}, which is a callback of Keras. Return it "
-                "from `def build_callbacks(config)` instead; see docs/keras.md."
-            )
         if not isinstance(hook, Hook):
             raise ConfigError(
-                f"{what} must return a list of trainer.hooks.base.Hook. Received: {hook!r}."
+                f"{what} must return a list of trainer.hooks.base.Hook. Received: {hook!r}. "
+                "Return a callback of Keras from `def build_callbacks(config)`; see docs/keras.md."
             )
         for method, arguments in (("__call__", 2), ("next_step", 1), ("begin", 1), ("end", 1)):
             try:

@@ -9,7 +9,7 @@ chief: the request to stop (`self.model.stop_training`), and the learning rate. 
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from strategies.metrics import Metrics, add_metrics, means
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Recipe
 from trainer.config_file import errors_explained
-from trainer.hooks.base import NEVER, Hook, next_multiple
+from trainer.hooks.base import NEVER, Hook, built_by_user, next_multiple
 from trainer.hooks.evaluate import Evaluate
 from trainer.learner import Learner
 from trainer.step.options import ConfigError
@@ -51,9 +51,7 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
     if recipe.build_callbacks is None:
         return []
     what = f"build_callbacks(config) of {recipe.path}"
-    with errors_explained(what):
-        returned = recipe.build_callbacks(recipe.config)
-        callbacks = list(returned) if isinstance(returned, Iterable) else [returned]
+    callbacks = built_by_user(what, recipe.build_callbacks, recipe.config)
     for callback in callbacks:
         name = type(callback).__name__
         if not isinstance(callback, Callback):

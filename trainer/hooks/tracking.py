@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,8 @@ from typing_extensions import override
 from data.system.extras import of_satellite
 from data.system.files import exists, join, read_text, replace_file
 from trainer.config import Recipe
-from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
+from trainer.hooks.base import built_by_user
 from trainer.hooks.tracker_names import names_of
 from trainer.hooks.writers import Values, Writer
 from trainer.run_files import Document
@@ -87,10 +87,7 @@ def build_trackers(
     if recipe.build_writers is None:
         return writers
     what = f"build_writers(config, model_dir) of {recipe.path}"
-    with errors_explained(what):
-        returned = recipe.build_writers(recipe.config, model_dir)
-        of_user = list(returned) if isinstance(returned, Iterable) else [returned]
-    for writer in of_user:
+    for writer in built_by_user(what, recipe.build_writers, recipe.config, model_dir):
         if not isinstance(writer, Writer):
             raise ConfigError(
                 f"{what} must return a list of trainer.Writer, but one is {writer!r}. Derive its "
