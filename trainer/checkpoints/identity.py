@@ -20,13 +20,12 @@ DYNAMIC_SLOTS = "dynamic_table_slots"  # The key of the slots of tables of dynam
 class Identity(NamedTuple):
     """JSON values that must be equal, and the names of variables, which only messages have."""
 
-    values: Mapping[str, object]  # That of a kind of variables is a list of descriptions.
+    values: Mapping[str, Any]  # That of a kind of variables is a list of descriptions.
     names: Mapping[str, Sequence[str]]  # By the kind of the variables.
 
     def without_unread_slots(self, ours: "Identity") -> "Identity":
         """Returns this identity without the slots of tables of dynamic ids that `ours` lacks."""
         there, here = self.values[_VARIABLES], ours.values[_VARIABLES]
-        assert isinstance(there, list) and isinstance(here, list)
         # The description of a table ends with the names of its slots.
         read = [h if t.startswith(f"{h} ") else t for t, h in zip(there, here, strict=False)]
         return self._replace(values={**self.values, _VARIABLES: read + there[len(here) :]})
