@@ -352,11 +352,6 @@ class Checkpointer:
         self._snapshot_step = None
         mark = complete_mark(path)
         self._check_identity(name, mark, ignored)
-        if self._staged and not mark.has_table_files:
-            raise ModelDirError(
-                f"{path} was written by an earlier version of this program, which kept tables in "
-                "another way. Give another --model_dir."
-            )
         with self._store.files_of(name, mark.files) as local:
             try:
                 status = self._checkpoint.read(f"{local}/variables", options=self._options)

@@ -69,7 +69,6 @@ class Mark:
     # The checkpoints with the rows of tables that this one lacks, the oldest first. Each is named
     # with the checksum of its mark: another checkpoint may be written under the same name.
     needs: Chain
-    has_table_files: bool  # False of early versions, which kept tables among variables.
 
     def score_of(self, metric: str, *, is_lowest: bool) -> float:
         """Returns `score`; -inf if it is of another metric, or of the other direction.
@@ -138,7 +137,6 @@ def own_mark(path: str) -> Mark:
             is_lowest=mark.get("is_lowest"),
             checksum=str(mark["crc32c"]),
             needs=dict(mark.get("needs", {})),
-            has_table_files="needs" in mark,
         )
     # KeyError: a part is missing; the others: a part has another type.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
