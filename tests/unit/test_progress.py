@@ -89,7 +89,7 @@ def test_page_has_the_step_and_the_newest_values(
     (tmp_path / "tasks" / "restarts.jsonl").write_text("{}\n{}\n")
     assert get(listener).splitlines() == [
         "# TYPE trainer_best gauge",
-        'trainer_best{split="eval"} NaN',
+        'trainer_best{split="eval"} nan',
         "# TYPE trainer_examples gauge",
         'trainer_examples{split="train"} 6400',
         "# TYPE trainer_examples_per_sec gauge",

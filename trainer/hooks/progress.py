@@ -101,7 +101,7 @@ class MetricsPage(Writer):
             kind = f"# TYPE trainer_{name} {'counter' if name.endswith('_total') else 'gauge'}"
             if kind not in lines:
                 lines.append(kind)
-            lines.append(f"trainer_{name}{labels} {_number(value)}")
+            lines.append(f"trainer_{name}{labels} {value}")  # Prometheus takes nan and inf, too.
         return "\n".join(lines) + "\n"
 
     @override
@@ -130,12 +130,6 @@ class MetricsPage(Writer):
     def end(self, step: int) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-
-def _number(value: float) -> str:
-    """A number as Prometheus writes it: NaN, +Inf and -Inf, too."""
-    text = repr(float(value)) if isinstance(value, float) else str(value)
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
 
 
 class KubeflowStatus(Writer):
