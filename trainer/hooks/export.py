@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 _NAMES = ("model.keras", "saved_model")
 # The name that Keras gives to an input without a name.
 _UNNAMED = re.compile(r"keras_tensor(_\d+)?")
-_OP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]*")
 
 
 @dataclass(eq=False)
@@ -224,13 +223,13 @@ def _argument_name(name: str, taken: set[str]) -> str:
 
     It becomes the name of an op, in which case does not count, and of an argument in Python.
     """
-    found = name if _OP_NAME.fullmatch(name) else re.sub(r"\W", "_", name, flags=re.ASCII)
+    found = re.sub(r"\W", "_", name, flags=re.ASCII)
     if not found[:1].isalnum():
         found = f"arg_{found}"
     if keyword.iskeyword(found) or found == "self":
         found += "_"
     numbered = (f"{found}_{number}" for number in itertools.count(1))
-    while (plain := re.sub(r"\W", "_", found).lower()) in taken:
+    while found.lower() in taken:
         found = next(numbered)
-    taken.add(plain)
+    taken.add(found.lower())
     return found
