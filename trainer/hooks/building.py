@@ -27,7 +27,7 @@ from trainer.hooks.report import Report
 from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
 from trainer.hooks.stops import StopOnNonFinite
 from trainer.hooks.tracking import build_trackers
-from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
+from trainer.hooks.writers import JsonLines, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
 from trainer.models import build_model
@@ -116,14 +116,12 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
     """
     spec, recipe, config = parts.spec, parts.spec.recipe, parts.spec.recipe.config
     appended = RunFiles(local_dir(spec.model_dir))
-    lines = build_json_lines(appended.metrics, parts.inputs, parts.learner)
-    json_lines = Lossy(lines, appended.metrics)
+    json_lines = build_json_lines(appended.metrics, parts.inputs, parts.learner)
     tensorboard = TensorBoard(
         appended.tensorboard,
         hparams={**_hparams(config), "strategy": config_document["strategy"]},
         metrics=parts.learner.objective.metric_names,
     )
-    lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
     hooks: list[Hook] = []
 
     def is_complete() -> bool:
@@ -132,8 +130,8 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
 
     trackers = build_trackers(recipe, spec.model_dir, config_document, is_complete=is_complete)
     progress = progress_writers(spec.metrics_listener, spec.model_dir, config.train_steps)
-    writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
-    writing: list[Hook] = [json_lines, lossy_tensorboard, console]
+    writers: list[Writer] = [console, json_lines, tensorboard, *progress, *trackers]
+    writing: list[Hook] = []
     if not is_s3(spec.model_dir):
         keep_config = KeepConfig(
             RunFiles(spec.model_dir),
@@ -141,7 +139,8 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
             every_steps=config.checkpoint_every_steps,
             last_step=config.train_steps,
         )
-        writing.insert(0, keep_config)
+        writing.append(keep_config)
+    writing += [json_lines, tensorboard, console]
     if is_kernel():
         writing.append(NotebookBar(config.train_steps, parts.executor.pace))
     report = Report(
@@ -175,7 +174,7 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
         checkpointer=parts.checkpointer,
         writing=[*writing, report],
         writers=writers,
-        history=lines.read,
+        history=json_lines.read,
         before_save=before_save,
     )
     if spec.ps_standby:
