@@ -77,13 +77,6 @@ class Console(Writer):
         self._is_quiet = is_quiet
         self._next_progress = 0.0
 
-    @property
-    def width(self) -> int | None:
-        """The width of the lines; None if it is not limited."""
-        if self._console.is_terminal:
-            return self._console.width
-        return passed_width()
-
     @override
     def begin(self, step: int) -> None:
         if not self._has_begun:
@@ -129,7 +122,8 @@ class Console(Writer):
         limit = limit_of([values]) if split == "train" else None
         if limit:
             more[f"waits for input {limit.input_wait:.0%}"] = 5
-        self.say(_fitting(needed, more, self.width))
+        width = self._console.width if self._console.is_terminal else passed_width()
+        self.say(_fitting(needed, more, width))
         if split == "train":
             # Of two reports in a row: the first batches of a run may come late.
             if limit and self._was_limited and not self._has_named_limit:
