@@ -83,9 +83,13 @@ class CatchUp(Hook):
                 hook.catch_up(step)
 
 
-def next_multiple(step: int, every_steps: int) -> int:
-    """Returns the first multiple of `every_steps` after `step`; NEVER if `every_steps` is 0."""
-    return (step // every_steps + 1) * every_steps if every_steps else NEVER
+def next_multiple(step: int, every_steps: int, last_step: int = NEVER) -> int:
+    """Returns the first step after `step` that is a multiple of `every_steps`, or `last_step`.
+
+    With `every_steps` 0 there are no multiples; NEVER if there is no such step.
+    """
+    due = (step // every_steps + 1) * every_steps if every_steps else NEVER
+    return min(due, last_step) if step < last_step else due
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,8 +115,7 @@ class PeriodicHook(Hook, abc.ABC):
 
     @override
     def next_step(self, step: int) -> int:
-        due = next_multiple(step, self.every_steps)
-        return min(due, self.last_step) if step < self.last_step else due
+        return next_multiple(step, self.every_steps, self.last_step)
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:

@@ -148,7 +148,7 @@ class Callbacks(Hook):
     @override
     def begin(self, step: int) -> None:
         self._metrics, self._evaluation = Metrics(), {}
-        self._epoch_end = self._next_epoch_end(step)
+        self._epoch_end = next_multiple(step, self.steps_per_epoch, self.last_step)
         if self.executor.is_chief:
             # If this run goes back, the callbacks and the rate do not.
             if not self._has_begun:
@@ -186,7 +186,7 @@ class Callbacks(Hook):
 
     @override
     def next_step(self, step: int) -> int:
-        return step + 1 if self._each_batch else self._next_epoch_end(step)
+        return step + 1 if self._each_batch else self._epoch_end
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
@@ -196,7 +196,7 @@ class Callbacks(Hook):
             self._after_batch(step, metrics, is_epoch_end)
         if is_epoch_end:
             self._metrics = Metrics()
-            self._epoch_end = self._next_epoch_end(step)
+            self._epoch_end = next_multiple(step, self.steps_per_epoch, self.last_step)
         self._agree(step)
 
     def _after_batch(self, step: int, metrics: Metrics, is_epoch_end: bool) -> None:
@@ -249,10 +249,6 @@ class Callbacks(Hook):
                 )
             if rate is not None:
                 self.learner.optimizer.learning_rate = rate
-
-    def _next_epoch_end(self, step: int) -> int:
-        end = next_multiple(step, self.steps_per_epoch)
-        return min(end, self.last_step) if step < self.last_step else end
 
     def _choose_direction(self, callback: Callback) -> None:
         """Chooses mode="auto" as config.best_metric does: from the metric."""

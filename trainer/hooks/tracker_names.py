@@ -12,7 +12,7 @@ import os
 from data.system.extras import missing
 from trainer.step.options import ConfigError
 
-TRACKERS = ("mlflow", "wandb")
+TRACKERS = {"mlflow": "MLflow", "wandb": "WandB"}  # The classes in trainer/hooks/trackers/NAME.py.
 _LOCAL_URIS = ("file:", "sqlite:", "/", ".")
 
 

@@ -22,7 +22,7 @@ from data.system.files import exists, join, read_text, replace_file
 from trainer.config import Recipe
 from trainer.exit_codes import first_line
 from trainer.hooks.base import built_by_user
-from trainer.hooks.tracker_names import names_of
+from trainer.hooks.tracker_names import TRACKERS, names_of
 from trainer.hooks.writers import Values, Writer
 from trainer.run_files import Document
 from trainer.step.options import ConfigError
@@ -33,7 +33,6 @@ PROJECT = "tf-distribution-trainer"
 _IDS = "trackers.json"  # The ids with which a resumed run continues in its trackers.
 _MOST_WAITING = 10_000  # Reports; the oldest are dropped.
 _END_SECS = 30.0
-_CLASSES = {"mlflow": "MLflow", "wandb": "WandB"}  # In trainer/hooks/trackers/NAME.py.
 
 
 class Tracker(Writer):
@@ -82,7 +81,7 @@ def build_trackers(
     """
     writers: list[Writer] = []
     for name in names_of(recipe.config.trackers):
-        tracker = of_satellite(f"trainer.hooks.trackers.{name}", _CLASSES[name])
+        tracker = of_satellite(f"trainer.hooks.trackers.{name}", TRACKERS[name])
         writers.append(Background(tracker(model_dir, document, is_complete), name))
     if recipe.build_writers is None:
         return writers
