@@ -5,13 +5,8 @@
     checkpointer.save(step, position, counts)           # only the chief; returns before it is done
     checkpointer.has_saved(step)                        # waits
 
-A checkpoint is a directory, `step-00001000`, with TensorFlow's files and a mark, `checkpoint.json`,
-which is written last. A checkpoint is complete if there is a mark, and each file has the size and
-checksum that the mark says. Tables have files of their own; a checkpoint may need earlier ones for
-them, which its mark names.
-
-Under multiworker only the chief saves and every worker restores, so `model_dir` must be in a file
-system that all of them see.
+A checkpoint is a directory, `step-00001000`, with TensorFlow's files and a mark, which is written
+last (marks.py). Tables have files of their own; a checkpoint may need earlier ones for them.
 
 The training thread copies the variables (snapshot.py) and writes tables while no step is in flight.
 One other thread writes the other files, checksums and the mark, and removes old checkpoints, one
@@ -48,10 +43,9 @@ from trainer.run_files import CHECKPOINT_MARK, step_in
 
 log = logging.getLogger(__name__)
 
-# The key in `Saved.config` of the learning rate with which the run, or its last resume, has begun.
-GIVEN_RATE = "given_rate"
-# That of the last step of which callbacks were told.
-_BEGUN_STEP = "begun_step"
+# Keys in `Saved.config`: the learning rate with which the run, or its last resume, has begun; and
+# the last step of which callbacks were told.
+GIVEN_RATE, _BEGUN_STEP = "given_rate", "begun_step"
 
 
 class ModelDirError(UsageError):
@@ -83,9 +77,9 @@ class Checkpointer:
             keep: The number of newest checkpoints that are not removed.
             config: JSON values that `Saved.config` will have, besides the GIVEN_RATE.
             io_device: The device whose file system has `directory`; None is the local one.
-            is_shared: Another process may save at the same time: the chief of an earlier group of
-                hosts. Then each checkpoint is renamed when it is complete, and a save removes
-                only checkpoints of earlier steps. Not for URLs.
+            is_shared: The chief of an earlier group of hosts may save at the same time. Then each
+                checkpoint is renamed when it is complete, and a save removes only checkpoints of
+                earlier steps. Not for URLs.
             complete_every: Each n-th checkpoint has complete tables. Above 1 the learner must mark
                 changed rows (Options.marks_changed_rows).
             is_evaluator: The chief of the run is another process, which may remove checkpoints
@@ -95,7 +89,7 @@ class Checkpointer:
         self._model = learner.model
         self._checkpoint = checkpoint_of(learner)
         self._device = io_device or "CPU:0"
-        # "claims" also has the lock files of survivors.py. Earlier versions chose the name.
+        # "claims" also has the lock files of survivors.py.
         self.staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
         self._store = Store(
             directory,
@@ -204,10 +198,10 @@ class Checkpointer:
     def save_for_restart(
         self, step: int, position: Position, counts: WorkerStats, *, is_complete: bool = True
     ) -> None:
-        """As `save`, but removes no other checkpoint: only the chief knows which are complete.
+        """As `save`, but any task may call it, and it removes no other checkpoint.
 
-        Any task may call it. Without `is_complete`, for the chief alone, tables may have only the
-        rows that were changed: another task does not know which checkpoints the chief has removed.
+        Only the chief knows which others are complete. So `is_complete` may be False only for the
+        chief: then tables may have only the rows that were changed.
         """
 
         def write() -> None:
@@ -265,10 +259,7 @@ class Checkpointer:
             self._snapshot_step = None
 
     def has_saved(self, step: int) -> bool:
-        """Returns True if the last checkpoint written or restored is of `step`, and exists; waits.
-
-        It does not exist if the model directory was deleted during the run.
-        """
+        """Waits; returns True if the last checkpoint written or read is of `step`, and exists."""
         self.wait()
         name = f"step-{step:08d}"
         return self._saved_step == step and self._store.mark_if_complete(name) is not None
@@ -282,9 +273,9 @@ class Checkpointer:
         return None
 
     def newest(self, *, reads: bool = False) -> Saved | None:
-        """Returns the progress of the newest checkpoint with complete files (by size), or None.
+        """Returns the progress of the newest checkpoint that is complete and not skipped, or None.
 
-        Checkpoints that `restore` has skipped do not count. With `reads` checksums are compared.
+        Sizes of files are compared; with `reads` also checksums.
         """
         mark = self._store.newest_readable() if reads else self._store.newest()
         return mark.saved if mark else None

@@ -46,8 +46,7 @@ class Store:
         directory: Where they are.
         staging: A directory for files of checkpoints that are not complete. The next start of the
             run removes it, with the files of a killed process.
-        verified: The checkpoints that this process wrote or read: their checksums were right, not
-            only their sizes.
+        verified: The checkpoints that this process wrote or read: their checksums were right.
         skipped: The checkpoints that a restart skipped, with the stamps of their marks then: they
             do not count until a process writes them anew.
         unreadable: Those of `skipped` that may be complete, and are not removed.
@@ -83,10 +82,7 @@ class Store:
         return [name for name in checkpoints_in(self.directory) if name.startswith(prefix)]
 
     def mark_if_complete(self, name: str) -> Mark | None:
-        """Returns the mark; None if a file, or a checkpoint that it needs, is damaged by size.
-
-        Also None if the checkpoint is one of `skipped`.
-        """
+        """Returns `complete_mark`; None if that raises, or if the checkpoint is in `skipped`."""
         with contextlib.suppress(DamagedError, FileNotFoundError):
             mark = complete_mark(self.path(name))
             if name not in self.skipped or self.skipped[name] != self._stamp(name):
@@ -193,10 +189,7 @@ class Store:
         return True
 
     def newest(self) -> Mark | None:
-        """Returns the mark of the newest step-* that is not skipped, with files of the right sizes.
-
-        None if there is none.
-        """
+        """Returns the mark of the newest step-* of `mark_if_complete`, or None."""
         marks = map(self.mark_if_complete, reversed(self.names("step-")))
         return next((mark for mark in marks if mark), None)
 
@@ -212,10 +205,7 @@ class Store:
         return None
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint, the mark first.
-
-        If the process is killed meanwhile, the other files must not look like a damaged one.
-        """
+        """Removes a checkpoint, the mark first: half of one must not look like a damaged one."""
         path = self.path(name)
         mark = f"{path}/{CHECKPOINT_MARK}"
         if files.exists(mark):
