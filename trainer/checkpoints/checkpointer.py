@@ -138,10 +138,7 @@ class Checkpointer:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """All variables that a checkpoint has, in the same order in each process of a run.
-
-        Empty if a checkpoint has something else, too.
-        """
+        """All that a checkpoint has, in one order in all processes; [] if not all are variables."""
         variables = tensorflow_variables(self._checkpoint)
         for layer in self._tables:
             if layer.is_dynamic:
@@ -426,12 +423,13 @@ class Checkpointer:
             )
 
     def _check_identity(self, name: str, mark: Mark, ignored: Collection[str] = ()) -> None:
+        ours = self._identity
         # Former versions recorded neither: these are not compared.
-        slots = self._identity.values.get(DYNAMIC_SLOTS)
+        slots = ours.values.get(DYNAMIC_SLOTS)
         values = {**keras_settings(), DYNAMIC_SLOTS: slots, **mark.identity.values}
         saved = Identity(values, mark.identity.names)
-        if any(layer.is_dynamic and not layer.trainable for layer in self._tables):
-            # A table that is not trained any more had slots. They are not read.
-            saved, ignored = saved.without_unread_slots(self._identity), {*ignored, DYNAMIC_SLOTS}
-        if lines := differences(saved, self._identity, ignored):
+        untrained = [la.table.path for la in self._tables if la.is_dynamic and not la.trainable]
+        if untrained:  # If they were trained before, their slots are not read.
+            saved, ignored = saved.without_slots(untrained, ours), {*ignored, DYNAMIC_SLOTS}
+        if lines := differences(saved, ours, ignored):
             raise ModelDirError(refusal(self._store.path(name), lines))

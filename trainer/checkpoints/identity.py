@@ -23,12 +23,15 @@ class Identity(NamedTuple):
     values: Mapping[str, Any]  # That of a kind of variables is a list of descriptions.
     names: Mapping[str, Sequence[str]]  # By the kind of the variables.
 
-    def without_unread_slots(self, ours: "Identity") -> "Identity":
-        """Returns this identity without the slots of tables of dynamic ids that `ours` lacks."""
+    def without_slots(self, tables: Collection[str], ours: "Identity") -> "Identity":
+        """Returns this identity without the slots of tables that have these paths in `ours`."""
         there, here = self.values[_VARIABLES], ours.values[_VARIABLES]
-        # The description of a table ends with the names of its slots.
-        read = [h if t.startswith(f"{h} ") else t for t, h in zip(there, here, strict=False)]
-        return self._replace(values={**self.values, _VARIABLES: read + there[len(here) :]})
+        # The description of a table ends with the names of its slots, of which ours has none.
+        left = [
+            h if path in tables and t.startswith(f"{h} ") else t
+            for t, h, path in zip(there, here, ours.names[_VARIABLES], strict=False)
+        ]
+        return self._replace(values={**self.values, _VARIABLES: left + there[len(here) :]})
 
 
 def identity_of(settings: Mapping[str, object], kinds: Mapping[str, Sequence[Any]]) -> Identity:

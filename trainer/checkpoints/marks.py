@@ -71,13 +71,9 @@ class Mark:
     needs: Chain
 
     def score_of(self, metric: str, *, is_lowest: bool) -> float:
-        """Returns `score`; -inf if it is of another metric, or of the other direction.
-
-        Early marks lack the direction. The score of a metric that is better the lower it is has the
-        sign changed: then the sign says it, as few metrics are below 0.
-        """
+        """Returns `score`; -inf if it is of another metric, or of the other direction."""
         was_lowest = self.is_lowest
-        if was_lowest is None:
+        if was_lowest is None:  # Then the score, -value, is below 0: few metrics are.
             was_lowest = math.copysign(1, self.score) < 0
         is_same = self.saved.config.get("best_metric", "loss") == metric and was_lowest == is_lowest
         return self.score if is_same else -math.inf
@@ -97,10 +93,9 @@ def signed(mark: Mapping[str, object]) -> dict[str, object]:
 
 
 def complete_mark(path: str) -> Mark:
-    """Returns the mark.
+    """Returns the mark. Raises DamagedError if it is damaged, or a file has another size.
 
-    Raises DamagedError if it is damaged, or a file of it, or of a checkpoint that it needs, has
-    another size.
+    The checkpoints that this one needs are looked at, too.
     """
     mark = own_mark(path)
     for need, checksum in mark.needs.items():
@@ -147,7 +142,7 @@ def own_mark(path: str) -> Mark:
 
 
 def check_file(path: str, contents: Mapping[str, int | str], *, reads: bool = True) -> None:
-    """Raises DamagedError if a file has not its `contents`; without `reads`: not its length.
+    """Raises DamagedError if a file has another length, or with `reads` another checksum.
 
     Raises UnavailableError if it cannot be read now.
     """

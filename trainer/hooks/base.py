@@ -54,10 +54,9 @@ class Hook:
         """Called after each call of the executor, with the metrics of its steps."""
 
     def catch_up(self, step: int) -> None:
-        """Called after `begin` in a run that resumes from a checkpoint of `step`.
+        """Called after `begin` if the run resumes at `step`.
 
-        The former process may have ended before it called the hooks: the metrics of `step` may be
-        lost.
+        The former process may have ended before it called the hooks at `step`.
         """
 
     def end(self, step: int) -> None:

@@ -110,10 +110,7 @@ def shared_hooks(
 
 
 def chief_hooks(parts: Parts, console: Console, config_document: Document) -> list[Hook]:
-    """The hooks of the chief: the shared hooks, and the hooks that write, in their order.
-
-    `config_document` is what config.json holds.
-    """
+    """The hooks of the chief, in the order of their calls. config.json has `config_document`."""
     spec, recipe, config = parts.spec, parts.spec.recipe, parts.spec.recipe.config
     appended = RunFiles(local_dir(spec.model_dir))
     json_lines = build_json_lines(appended.metrics, parts.inputs, parts.learner)

@@ -59,8 +59,8 @@ class Console(Writer):
     """One line per report of a run that ends at `last_step`.
 
     `pace` is the executor's, for the time left; None in a task that does not train. With `is_quiet`
-    only what is `important` is printed. If steps wait for input, this is said once, in a line of
-    its own, and in a word at each report.
+    only what is `important` is printed. If steps wait for input, each report says so; the second in
+    a row also says what to change.
     """
 
     def __init__(self, last_step: int, pace: Pace | None = None, *, is_quiet: bool = False) -> None:
@@ -125,7 +125,7 @@ class Console(Writer):
         width = self._console.width if self._console.is_terminal else passed_width()
         self.say(_fitting(needed, more, width))
         if split == "train":
-            # Of two reports in a row: the first batches of a run may come late.
+            # Not after one report: the first batches of a run may come late.
             if limit and self._was_limited and not self._has_named_limit:
                 self._has_named_limit = True
                 self.say(limit.text)

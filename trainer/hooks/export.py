@@ -48,9 +48,9 @@ _UNNAMED = re.compile(r"keras_tensor(_\d+)?")
 class Export(Hook):
     """Writes the model in both formats once, as soon as training is complete.
 
-    The end of other hooks may change weights, or fail: it comes later. An error leaves nothing
-    incomplete in the directory, and is the failure of the hook. If the SavedModel cannot be
-    written, model.keras is, unless it would replace one.
+    The `end` of other hooks, which may change weights or fail, comes later. An error is the
+    `failure` of this hook, and leaves nothing incomplete in the directory. If the SavedModel cannot
+    be written, model.keras is, unless it would replace one.
     """
 
     learner: Learner
@@ -69,7 +69,7 @@ class Export(Hook):
 
     @override
     def end(self, step: int) -> None:
-        """Also at the end: a hook behind this one, or a former run, may have completed training."""
+        """Exports if a hook behind this one, or a former process, has completed training."""
         if self._has_exported or not self.is_complete():
             return
         self._has_exported = True
