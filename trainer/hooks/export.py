@@ -90,6 +90,8 @@ class Export(Hook):
                 with scratch_dir() as local:
                     try:
                         _write(model, local, self.input_specs, has_former=has_former)
+                        if not files.exists(f"{local}/model.keras"):  # There may be a former one.
+                            files.remove_file(files.join(self.directory, "model.keras"))
                     finally:
                         object_store.upload_tree(local, self.directory)
             else:
