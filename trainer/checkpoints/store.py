@@ -108,12 +108,11 @@ class Store:
         chains: dict[str, Chain | None] = {}
         for name in self.names():
             try:
-                chain = own_mark(self.path(name)).chain
-            except DamagedError as error:
-                if isinstance(error, UnreadableError):
-                    continue
-                chain = None
-            chains[name] = chain
+                chains[name] = own_mark(self.path(name)).chain
+            except UnreadableError:
+                pass
+            except DamagedError:
+                chains[name] = None
         return chains
 
     @contextlib.contextmanager
