@@ -73,7 +73,8 @@ class Mark:
     def score_of(self, metric: str, *, is_lowest: bool) -> float:
         """Returns `score`; -inf if it is of another metric, or of the other direction."""
         was_lowest = self.is_lowest
-        if was_lowest is None:  # Then the score, -value, is below 0: few metrics are.
+        # Early marks lack it. If lower is better, the score is -value, and few values are below 0.
+        if was_lowest is None:
             was_lowest = math.copysign(1, self.score) < 0
         is_same = self.saved.config.get("best_metric", "loss") == metric and was_lowest == is_lowest
         return self.score if is_same else -math.inf
