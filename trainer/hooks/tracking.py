@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from data.system.extras import of_satellite
-from data.system.files import exists, join, read_text, replace_file
+from data.system.files import join, read_text, replace_file
 from trainer.config import Recipe
 from trainer.exit_codes import first_line
 from trainer.hooks.base import built_by_user
@@ -45,11 +45,9 @@ class Tracker(Writer):
 
 def remembered(model_dir: str) -> dict[str, str]:
     """The ids by the name of the tracker; without those that cannot be read."""
-    path = join(model_dir, _IDS)
-    if not exists(path):
-        return {}
     try:
-        return {str(name): str(value) for name, value in json.loads(read_text(path)).items()}
+        ids = json.loads(read_text(join(model_dir, _IDS)))
+        return {str(name): str(value) for name, value in ids.items()}
     except (OSError, ValueError, AttributeError):
         return {}
 

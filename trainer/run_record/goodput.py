@@ -88,10 +88,8 @@ def goodput(model_dir: str) -> list[TaskTime]:
     Empty if the run has no such files: an earlier version did not write them.
     """
     directory = _directory(model_dir)
-    if not exists(directory) or not is_dir(directory):
-        return []
     tasks = {}
-    for name in sorted(names_in(directory)):
+    for name in sorted(names_in(directory) if is_dir(directory) else ()):
         if name.endswith(SUFFIX) and (recorded := _processes(join(directory, name))):
             tasks[name.removesuffix(SUFFIX)] = recorded
     if not tasks:
