@@ -77,9 +77,8 @@ class Checkpointer:
             keep: The number of newest checkpoints that are not removed.
             config: JSON values that `Saved.config` will have, besides the GIVEN_RATE.
             io_device: The device whose file system has `directory`; None is the local one.
-            is_shared: The chief of an earlier group of hosts may save at the same time. Then each
-                checkpoint is renamed when it is complete, and a save removes only checkpoints of
-                earlier steps. Not for URLs.
+            is_shared: The chief of an earlier group of hosts may save at the same time. Then
+                `Store.write` renames, and a save removes only checkpoints of earlier steps.
             complete_every: Each n-th checkpoint has complete tables. Above 1 the learner must mark
                 changed rows (Options.marks_changed_rows).
             is_evaluator: The chief of the run is another process, which may remove checkpoints
@@ -170,10 +169,10 @@ class Checkpointer:
         name = f"step-{step:08d}"
 
         def write() -> None:
-            write_one = self._store.write_and_rename if self._is_shared else self._store.write
             if self._staged:
                 self._staged.chain = {}  # If the storage fails below, the next one has all rows.
-            if write_one(name, self._mark(step, position, counts=counts)):
+            mark = self._mark(step, position, counts=counts)
+            if self._store.write(name, mark, renames=self._is_shared):
                 self._saved_step = step
                 if self._staged:
                     self._staged.chain = self._store.chain_of(name)
@@ -202,10 +201,8 @@ class Checkpointer:
         """
 
         def write() -> None:
-            # Directories of URLs cannot be renamed in one operation.
-            is_url = files.is_url(self.directory)
-            write_one = self._store.write if is_url else self._store.write_and_rename
-            if write_one(f"step-{step:08d}", self._mark(step, position, counts=counts)):
+            mark = self._mark(step, position, counts=counts)
+            if self._store.write(f"step-{step:08d}", mark, renames=True):
                 self._saved_step = step
 
         self._write_later(step, write, is_complete=is_complete)

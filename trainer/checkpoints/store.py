@@ -132,11 +132,17 @@ class Store:
                 check_file(f"{local}/{file}", expected)
             yield local
 
-    def write(self, name: str, mark: Mapping[str, object]) -> bool:
-        """Writes a checkpoint in its place, unless it is there; `mark` is all but its "files".
+    def write(self, name: str, mark: Mapping[str, object], *, renames: bool = False) -> bool:
+        """Writes a checkpoint, unless it is there; `mark` is all but its "files".
+
+        With `renames`, another process may be writing the same step. Then the checkpoint is written
+        in `staging`, and renamed when it is complete, unless it is at a URL, where no directory can
+        be renamed in one operation.
 
         Returns False, and logs the reason, if the storage fails.
         """
+        if renames and not files.is_url(self.directory):
+            return self._write_and_rename(name, mark)
         path = self.path(name)
         if name in self.verified and self.mark_if_complete(name):
             return True
@@ -162,11 +168,7 @@ class Store:
         self._has_written(name)
         return True
 
-    def write_and_rename(self, name: str, mark: Mapping[str, object]) -> bool:
-        """As `write`, but in `staging`: the directory is renamed when it is complete. Not for URLs.
-
-        For a process that others cannot reach: another one may be writing the same step.
-        """
+    def _write_and_rename(self, name: str, mark: Mapping[str, object]) -> bool:
         path = self.path(name)
         partial = f"{self.staging}/{files.partial_name(name)}"
         try:
