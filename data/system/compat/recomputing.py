@@ -18,7 +18,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
+from keras.src.backend import get_keras_mask, get_stateless_scope, set_keras_mask
+from keras.src.backend.common.global_state import get_global_attribute
 from tensorflow.python.eager import record
 
 from data.system.compat.keras_layers import all_layers
@@ -47,9 +48,9 @@ class _Recomputation:
 
         @functools.wraps(function)
         def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if context := global_state.get_global_attribute("current_call_ctx"):
+            if context := get_global_attribute("current_call_ctx"):
                 self.layers.add(context.entry_layer)
-            scope = keras.src.backend.get_stateless_scope()
+            scope = get_stateless_scope()
             if scope is None:
                 return _original(lambda *args: function(*args, **kwargs))(*args)
             if not scope.state_mapping:  # Keras only asks for shapes.
@@ -76,7 +77,7 @@ def compute_once() -> None:
 
     The functions in which it is called are not computed again.
     """
-    scope = keras.src.backend.get_stateless_scope()
+    scope = get_stateless_scope()
     while isinstance(scope, _Reads):
         scope.reads_others, scope = True, scope.outer
 
@@ -112,6 +113,7 @@ def _compute_in(
     """Returns `function(*args, **kwargs)`. Its gradient computes it again, at the same values."""
     leaves = tf.nest.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _has_gradient(leaf)]
+    masks = [get_keras_mask(leaves[i]) for i in places]  # Some layers remove them.
     given = dict(scope.state_mapping)
     first = _Reads(scope)
     first.losses = scope.losses
@@ -131,8 +133,8 @@ def _compute_in(
             second = keras.StatelessScope(collect_losses=True)
             second.state_mapping = {**given, **dict(zip(keys, again[len(places) :], strict=True))}
             inputs = list(leaves)
-            for i, value in zip(places, again, strict=False):
-                keras.src.backend.set_keras_mask(value, keras.src.backend.get_keras_mask(leaves[i]))
+            for i, mask, value in zip(places, masks, again, strict=False):
+                set_keras_mask(value, mask)
                 inputs[i] = value
             same_args, same_kwargs = tf.nest.pack_sequence_as((args, kwargs), inputs)
             with second:

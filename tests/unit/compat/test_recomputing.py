@@ -86,6 +86,23 @@ def test_recomputed_gradients_and_state_are_those_without(kind: str, how: str) -
         assert_close(a, b)
 
 
+def test_layers_that_remove_masks_have_them_again() -> None:
+    """MultiHeadAttention removes the mask of its inputs."""
+    ids = tf.constant(np.random.default_rng(1).integers(0, 4, (BATCH, 6)))
+    found = []
+    for scope in (keras.RematScope("full"), contextlib.nullcontext()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            inputs = keras.Input((6,), dtype="int64")
+            embedded = layers.Embedding(4, 3, mask_zero=True)(inputs)
+            outputs = layers.MultiHeadAttention(2, 3)(embedded, embedded)
+            outputs = layers.Dense(5)(layers.GlobalAveragePooling1D()(outputs))
+        learner = learner_of(keras.Model(inputs, outputs))
+        gradients, _ = learner.gradients((ids, tf.range(BATCH) % 5))
+        found.append(list(map(tf.convert_to_tensor, gradients)))
+    assert_close(*found)
+
+
 def test_recomputed_layers_communicate_as_others_on_two_replicas() -> None:
     """Their batch statistics are those of both replicas, in both computations."""
     found, expected = (
