@@ -4,7 +4,6 @@ import functools
 import gzip
 import os
 import tarfile
-from collections.abc import Iterator
 from csv import field_size_limit
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 from data.example_features import Feature, class_names, read_features
 from data.prepare.preparing import prepare
-from data.prepare.sources import Options, columns, csv, csv_files, folder, idx
+from data.prepare.sources import Options, csv, folder, idx
 from data.system.files import DataError, files_below, shown
 from tests.unit.test_image_sources import images_of, write_cifar10, write_folder
 from tests.unit.test_prepare import digest, parsed, run, write_idx
@@ -109,26 +108,6 @@ def test_label_may_have_a_slash_in_its_name(tmp_path: Path) -> None:
     prepare("rewrite", str(tmp_path / "copy"), str(tmp_path / "out"))
     assert class_names(str(tmp_path / "copy"), "Pass/Fail") == ["no", "yes"]
     assert (tmp_path / "copy" / "Pass.Fail.labels.txt").exists(), "the name that TFDS reads"
-
-
-@pytest.mark.parametrize(
-    ("bound", "missing", "times"), [(3, "0", 1), (3, "drop", 2), (2, "0", 2)], ids=str
-)
-def test_label_is_found_without_reading_the_file_again(
-    bound: int, missing: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[str] = []
-
-    def lines(path: str, layout: csv_files.Layout) -> Iterator[tuple[int, dict[str, str]]]:
-        opened.append(path)
-        return csv_files.lines(path, layout)
-
-    monkeypatch.setattr(csv, "lines", lines)
-    monkeypatch.setattr(columns, "_MOST_DIFFERENT", bound)
-    (tmp_path / "a.csv").write_text("x,y\n" + "1,b\n,c\n2,a\n" * 30)
-    found = csv.source("a", str(tmp_path / "a.csv"), Options(label="y", missing=missing))
-    assert found.files["y.labels.txt"].split() == (["a", "b"] if missing == "drop" else [*"abc"])
-    assert len(opened) == times
 
 
 @pytest.mark.parametrize(

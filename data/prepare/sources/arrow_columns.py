@@ -159,10 +159,6 @@ class ArrowColumn(Column):
         double = changes | ((sizes < _LEAST_FLOAT32) & (sizes > 0) & (values.dtype == np.float64))
         return {**kinds, NUMBER: present & ~double, DOUBLE: present & double}
 
-    @override
-    def all_classes(self) -> None:
-        return None  # To read one column again costs little.
-
     @property
     @override
     def _kind_if_empty(self) -> str:

@@ -52,7 +52,6 @@ WHOLE = "whole"  # An integer with a decimal point or an exponent, in a label: 1
 WRONG = "wrong"  # Not of the type that an option says.
 _NUMERALS = (*NUMBERS, CODE)
 _MOST_DIGITS = 19  # Of int64.
-_MOST_DIFFERENT = 1 << 20
 _OPTION_OF = {INTEGER: "integer", NUMBER: "float"}
 _DTYPES = {INTEGER: "int64", NUMBER: "float32", DOUBLE: "float64"}
 
@@ -91,17 +90,11 @@ class Column:
         self.missing = Missing(False)
         self.kind = ""  # INTEGER, NUMBER, DOUBLE or TEXT, after `finish`.
         self._text_bytes = self._num_rows = 0
-        # The different values of a label, if they are not too many.
-        self._different: set[str] | None = set() if is_label else None
 
     def add(self, values: Any, path: str, rows: Sequence[int]) -> None:
         """Adds values, which are in these `rows` (or lines) of file `path`."""
         self._num_rows += len(values)
         self._text_bytes += len("".join(values).encode())
-        if self._different is not None:
-            self._different.update(values)
-            if len(self._different) > _MOST_DIFFERENT:
-                self._different = None
         for value, row in zip(values, rows, strict=True):
             self._add(value, path, row)
 
@@ -289,10 +282,6 @@ class Column:
         if self.kind == TEXT:
             return set(self._names(values))
         return set(np.unique(self._numbers(values)).astype(np.int64).tolist())
-
-    def all_classes(self) -> set[int | str] | None:
-        """The values of a label in all rows; None if they were not kept: read them again."""
-        return None if self._different is None else self.classes(list(self._different))
 
     def label_classes(
         self, path: str, values: Iterable[int | str]

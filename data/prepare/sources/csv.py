@@ -4,7 +4,7 @@
 
 `csv_files` finds the encoding and the separator, and `columns` the type of each column, from all of
 its values: docs/data.md has the rules. The files are read some lines at a time: twice, or three
-times if rows are left out, or if the label has more than a million different values.
+times if there is a label, or if rows are left out.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
 -1, or with empty text if the items of the column are text.

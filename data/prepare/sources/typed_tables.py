@@ -84,9 +84,8 @@ def _kept(
 ) -> tuple[dict[str, Mask], set[int | str]]:
     """The rows of each split that lack no value of `lacking`, and the values of their labels."""
     kept: dict[str, Mask] = {}
-    known = label.all_classes() if label and not lacking else None
-    values = known or set()
-    looked_at = list(dict.fromkeys([*lacking, *([label.name] if label and known is None else [])]))
+    values: set[int | str] = set()
+    looked_at = list({**lacking, **({label.name: label} if label else {})})
     for split, chunks in tables.items():
         kept[split] = np.ones(sum(chunk.num_rows for chunk in chunks), bool)
         begin = 0
@@ -96,6 +95,6 @@ def _kept(
             begin += len(rows)
             for column, found in lacking.items():
                 mask &= ~found.lacks(batch[column])
-            if label is not None and known is None:
+            if label is not None:
                 values |= label.classes(taken(batch[label.name], np.flatnonzero(mask)))
     return kept, values
