@@ -15,14 +15,7 @@ import pyarrow.compute as pc
 from typing_extensions import override
 
 from data.numerals import CODE, DOUBLE, INTEGER, INTEGERS, LONG, LONGEST, NUMBER, TEXT
-from data.prepare.sources.columns import (
-    EMPTY,
-    MISSING,
-    WHOLE,
-    WRONG,
-    Column,
-)
-from data.prepare.sources.tables import Array, Mask
+from data.prepare.sources.columns import EMPTY, MISSING, WHOLE, WRONG, Array, Column, Mask
 from data.system.files import DataError
 from data.tfrecord.examples import Values
 

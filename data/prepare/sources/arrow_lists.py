@@ -25,9 +25,16 @@ from data.prepare.sources.arrow_columns import (
     numbers_of,
     texts_of,
 )
-from data.prepare.sources.columns import MISSING, Column, First, Missing
+from data.prepare.sources.columns import (
+    MISSING,
+    Array,
+    Column,
+    First,
+    Mask,
+    Missing,
+    TableColumn,
+)
 from data.prepare.sources.examples import Classes, tensor
-from data.prepare.sources.tables import Array, Mask, TableColumn
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
 from data.tfrecord.examples import PADDING, Values, fixed

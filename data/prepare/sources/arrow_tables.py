@@ -29,10 +29,16 @@ from data.prepare.sources.arrow_columns import (
     unit_of,
 )
 from data.prepare.sources.arrow_lists import ArrowLists
-from data.prepare.sources.columns import Column, declared_types, missing_of
+from data.prepare.sources.columns import (
+    Column,
+    Mask,
+    columns_in,
+    declared_types,
+    missing_of,
+    no_column,
+)
 from data.prepare.sources.examples import Classes
-from data.prepare.sources.tables import Batch, Chunk, Mask, columns_in, no_column
-from data.prepare.sources.typed_tables import read_all, typed_source
+from data.prepare.sources.tables import Batch, Chunk, read_all, typed_source
 from data.system.files import DataError
 from data.tfrecord.crc import Uint8s
 from data.tfrecord.shard_names import SPLIT_DIRS

@@ -8,12 +8,16 @@ values = column.convert(["37", "41"])           # for data.tfrecord.examples
 """
 
 import collections
+import csv
 import decimal
+import difflib
+import itertools
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from data.numerals import (
     CODE,
@@ -32,16 +36,7 @@ from data.numerals import (
     kind_of,
 )
 from data.prepare.sources import DROP, Options
-from data.prepare.sources.examples import Classes, scalar, tensor, text
-from data.prepare.sources.tables import (
-    Array,
-    Mask,
-    TableColumn,
-    classes_of,
-    columns_in,
-    no_column,
-    typed,
-)
+from data.prepare.sources.examples import Classes, Node, classes_of, scalar, tensor, text
 from data.system.files import DataError
 from data.tfrecord.examples import PADDING, Values, fixed
 
@@ -53,7 +48,23 @@ WRONG = "wrong"  # Not of the type that an option says.
 _NUMERALS = (*NUMBERS, CODE)
 _MOST_DIGITS = 19  # Of int64.
 _OPTION_OF = {INTEGER: "integer", NUMBER: "float"}
+_SHOWN_COLUMNS = 30
 _DTYPES = {INTEGER: "int64", NUMBER: "float32", DOUBLE: "float64"}
+
+Array: TypeAlias = npt.NDArray[np.generic]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+
+class TableColumn(NamedTuple):
+    """A column of a table as a feature, which `node` describes.
+
+    `num_bytes`: an estimate of the size of a value. `convert(values, classes)` returns values as a
+    record holds them; `classes` are those of the label.
+    """
+
+    node: Node
+    num_bytes: int
+    convert: Callable[[Any, Classes | None], Values]
 
 
 class First(NamedTuple):
@@ -363,6 +374,38 @@ def declared_types(
             f"{shlex.quote(f'--config.data.label={options.label}')}."
         )
     return types, [column for column, option in option_of.items() if option == "lists"]
+
+
+def typed(option: str, *columns: str) -> str:
+    """The flag with these columns, as it is typed in a shell."""
+    names = (
+        '"{}"'.format(name.replace('"', '""')) if set(name) & set(',"') else name
+        for name in columns
+    )
+    return shlex.quote(f"--{option}={','.join(names)}")
+
+
+def columns_in(option: str | None) -> list[str]:
+    """The columns in the value of a flag: separated by commas, in double quotes if needed."""
+    found = next(csv.reader([option or ""], skipinitialspace=True), [])
+    return [column.strip() for column in found if column.strip()]
+
+
+def no_column(path: str, flag: str, name: str, columns: Collection[str]) -> DataError:
+    """The error for a flag that names a column which is not there."""
+    lower = {column.lower(): column for column in columns}
+    similar = difflib.get_close_matches(name.lower(), lower, n=3)
+    near = [lower[found] for found in similar or [x for x in lower if name.lower() in x][:3]]
+    hint = f"Did you mean {' or '.join(typed(flag, column) for column in near)}? " if near else ""
+    for mark in "|:; " if len(columns) == 1 else "":
+        if mark in next(iter(columns)):
+            hint = f"If these are several columns, add {shlex.quote(f'--delimiter={mark}')}. "
+            break
+    more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
+    return DataError(
+        f"{path} has no column {name!r}. {hint}--{flag} may be "
+        f"{', '.join(itertools.islice(columns, _SHOWN_COLUMNS))}{more}."
+    )
 
 
 def whole(value: str) -> int | None:

@@ -25,13 +25,20 @@ from data.prepare.sources.columns import (
     Column,
     First,
     Missing,
+    TableColumn,
     declared_types,
     missing_of,
 )
 from data.prepare.sources.csv_files import SUFFIXES, Layout, layout_of, lines
 from data.prepare.sources.examples import Classes, tensor
-from data.prepare.sources.tables import Batch, Chunk, TableColumn, common_columns, split_files
-from data.prepare.sources.typed_tables import read_all, typed_source
+from data.prepare.sources.tables import (
+    Batch,
+    Chunk,
+    common_columns,
+    read_all,
+    split_files,
+    typed_source,
+)
 from data.system.files import DataError
 from data.tfrecord.examples import PADDING, Values, fixed
 

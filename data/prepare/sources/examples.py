@@ -46,6 +46,32 @@ class Classes(NamedTuple):
         return np.array([bisect.bisect_left(self.names, name) for name in names], np.int64)
 
 
+def classes_of(
+    values: Iterable[int | str], where: str, or_else: str = ""
+) -> tuple[Classes, Sequence[str]]:
+    """The classes of a label with these values: sorted names, or integers from 0; and notes.
+
+    `or_else`: for messages, what may be done other than to replace negative values.
+    """
+    distinct = set(values)
+    if names := tuple(sorted(value for value in distinct if isinstance(value, str))):
+        return Classes(len(names), names), ()
+    numbers = [value for value in distinct if isinstance(value, int)]
+    least, most = min(numbers, default=0), max(numbers, default=-1)
+    if least < 0:
+        raise DataError(
+            f"{where} is the label, and has {least}; needed are integers from 0. Replace such "
+            f"values{or_else}."
+        )
+    notes = []
+    if len(numbers) <= most:
+        notes.append(
+            f"{where} has {len(numbers):,} different values from {least:,} to {most:,}. So the "
+            f"label has {most + 1:,} classes, some without examples"
+        )
+    return Classes(most + 1), notes
+
+
 def file_bytes(path: str) -> npt.NDArray[np.uint8]:
     """The bytes of a file: mapped, or in memory if it is a GZIP file, which is decompressed.
 

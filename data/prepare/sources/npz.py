@@ -17,17 +17,9 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from data.prepare.sources import Options, Source
-from data.prepare.sources.examples import Classes, scalar, tensor, text
-from data.prepare.sources.tables import (
-    Array,
-    Batch,
-    Chunk,
-    TableColumn,
-    classes_of,
-    common_columns,
-    split_files,
-    table_source,
-)
+from data.prepare.sources.columns import Array, TableColumn
+from data.prepare.sources.examples import Classes, classes_of, scalar, tensor, text
+from data.prepare.sources.tables import Batch, Chunk, common_columns, split_files, table_source
 from data.system.files import DataError
 from data.tfrecord.examples import Values, fixed
 from data.tfrecord.shard_names import SPLIT_NAMES
