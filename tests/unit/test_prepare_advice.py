@@ -101,7 +101,6 @@ CASES = [
     Case(f"{CSV} --missing=drop", table("x,y", "1,", ",2"), "--missing=0"),
     Case(f"{HALF} --integer=x", LACKING, "--missing=0"),
     Case(f"{HALF} --integer=x", LACKING, "--float=x in place of --integer=x", f"{HALF} --float=x"),
-    Case(HALF, table("x,y", "1152921504606846979,1", ",1"), "--missing=0", f"{CSV} --missing=0"),
     Case(f"{CSV} --missing=0", table("5,,3b83,1", "4,5,aa,", "7,,bb,2"), "--noheader"),
     # Labels.
     Case(f"{CSV} --label=y", table("x,y", "1,0.5", "2,1"), "--text=y"),

@@ -176,13 +176,6 @@ class Column:
         if kinds.issubset({*INTEGERS, WHOLE}):
             return INTEGER
         if LONGEST in first and not self.declared:
-            if {*numbers} <= {*INTEGERS, WHOLE}:  # Only the given number is no integer.
-                wrong = first[LONGEST]
-                raise DataError(
-                    f"{wrong.where}: column {self.name} has {wrong.value!r}, which no float holds, "
-                    f"and --missing={missing.number} is no integer. Type --missing=0, for example, "
-                    f"or {typed('float', self.name)}, which rounds it, or {self.as_text}."
-                )
             return TEXT
         return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
 
