@@ -97,7 +97,7 @@ class Column:
         self.name, self.is_label, self.declared = name, is_label, declared
         self.as_text = typed("text", *texts, name)  # The flag that makes it text.
         self._first: dict[str, First] = {}
-        self._counts: collections.Counter[str] = collections.Counter()
+        self.counts: collections.Counter[str] = collections.Counter()  # Of values, by kind.
         self.missing = Missing(False)
         self.kind = ""  # INTEGER, NUMBER, DOUBLE or TEXT, after `finish`.
         self._text_bytes = self._num_rows = 0
@@ -122,14 +122,14 @@ class Column:
             kind = kind if kind in NUMBERS else WRONG
         elif self.is_label and kind in (NUMBER, DOUBLE) and whole(value) is not None:
             kind = WHOLE
-        if kind in self._counts:
-            self._counts[kind] += 1
+        if kind in self.counts:
+            self.counts[kind] += 1
         else:
             self._count(kind, 1, path, row, value)
 
     def _count(self, kind: str, number: int, path: str, row: int, value: str = "") -> None:
         """Adds `number` values of a kind; `value` is the first of them."""
-        self._counts[kind] += number
+        self.counts[kind] += number
         self._first.setdefault(kind, First(f"{path}, {self.unit} {row}", value))
 
     def finish(self, missing: Missing) -> None:
@@ -137,7 +137,7 @@ class Column:
         self.missing, self.kind = missing, self._found_kind(missing)
 
     def _found_kind(self, missing: Missing) -> str:
-        first, counts = self._first, self._counts
+        first, counts = self._first, self.counts
         if self.is_label and EMPTY in first and not missing.drops:
             where = first[EMPTY].where
             raise DataError(
@@ -213,43 +213,31 @@ class Column:
 
     def notes(self, path: str) -> Iterator[str]:
         """What a user should know if values of the column do not look as its type does."""
-        yield self._note()
-
-    def _note(self) -> str:
         first = self._first
         if self.kind == INTEGER and WHOLE in first:
             found = first[WHOLE]
-            return f"{found.where}: the label {self.name} has {found.value!r}, taken as an integer"
+            yield f"{found.where}: the label {self.name} has {found.value!r}, taken as an integer"
         if self.kind != TEXT or self.declared:
-            return ""
-        numbers = sum(self._counts[number] for number in (*NUMBERS, CODE, WHOLE))
-        if TEXT in first:
+            return
+        unfit = next((kind for kind in (TEXT, CODE, LONGEST, GROUPED) if kind in first), "")
+        if unfit == TEXT:
             word = first[TEXT]
-            if not numbers:
-                return ""
-            if self.is_label:
-                return (
+            numbers = sum(self.counts[number] for number in (*NUMBERS, CODE, WHOLE))
+            if self.is_label and numbers:
+                yield (
                     f"{word.where}: the label {self.name} has {word.value!r}, so all its values "
                     "are names, also numbers"
                 )
-            if numbers == self._counts[CODE]:
-                return ""
-            return (
-                f"{word.where}: column {self.name} is text, because it has {word.value!r}; "
-                f"{numbers:,} of its {self._counts.total():,} values are numbers. If all "
-                f"should be, add {typed('float', self.name)}, and correct the others"
-            )
-        unfit = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in first), "")
-        if not unfit:
-            return ""
-        why = "a number has no separators as in" if unfit == GROUPED else "a number would change"
-        where, value = first[unfit].where, first[unfit].value
-        return f"{where}: column {self.name} is text, because {why} {value!r}"
-
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of the values."""
-        return set(self._counts)
+            elif numbers > self.counts[CODE]:
+                yield (
+                    f"{word.where}: column {self.name} is text, because it has {word.value!r}; "
+                    f"{numbers:,} of its {self.counts.total():,} values are numbers. If all "
+                    f"should be, add {typed('float', self.name)}, and correct the others"
+                )
+        elif unfit:
+            where, value = first[unfit]
+            why = f"a number {'has no separators as in' if unfit == GROUPED else 'would change'}"
+            yield f"{where}: column {self.name} is text, because {why} {value!r}"
 
     def _check_padding(self) -> None:
         """Raises DataError for an item that is padding. For columns of lists."""
@@ -262,7 +250,7 @@ class Column:
 
     @property
     def _num_missing(self) -> int:
-        return self._counts[EMPTY] + self._counts[MISSING]
+        return self.counts[EMPTY] + self.counts[MISSING]
 
     def feature(self) -> TableColumn:
         """The column as a feature, after `finish`."""

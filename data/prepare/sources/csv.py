@@ -96,13 +96,13 @@ def _batches(path: str, layout: Layout, columns: Sequence[str]) -> Iterator[Batc
 
 def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: str) -> str:
     """Removes a column without a name if it is an index or empty; returns a note."""
-    if columns[name].kinds <= {EMPTY}:
+    if columns[name].counts.keys() <= {EMPTY}:
         del columns[name]
         return f"{path}: {name} has no name and no values, and is left out"
     if not layout.has_header:
         return ""
     is_first = name == layout.columns[0] and len(layout.columns) > 1
-    if not (is_first and columns[name].kinds == {INTEGER}):
+    if not (is_first and columns[name].counts.keys() == {INTEGER}):
         return f"{path}: a column has no name, and is called {name}"
     del columns[name]
     return (

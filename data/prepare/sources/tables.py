@@ -194,7 +194,7 @@ def typed_source(
         notes += gaps
     shown = {key: found.feature() for key, found in columns.items()}
     source = table_source(name, tables, shown, classes, options, kept, masks)
-    return source._replace(notes=[*filter(None, notes)]), classes
+    return source._replace(notes=notes), classes
 
 
 def _kept(
