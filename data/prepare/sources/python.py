@@ -68,26 +68,20 @@ class _RowFile:
     """A file without a name that holds rows; forked processes write and read it."""
 
     def __init__(self) -> None:
-        with tempfile.TemporaryFile() as file:
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
-        self._num_bytes = 0
+        self._file = tempfile.TemporaryFile()
+        weakref.finalize(self, self._file.close)
 
     def append(self, batch: pa.RecordBatch) -> _Piece:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
+        offset = self._file.tell()
+        with pa.ipc.new_stream(self._file, batch.schema) as writer:
             writer.write_batch(batch)
-        content = memoryview(sink.getvalue())
-        offset = self._num_bytes
-        while self._num_bytes < offset + len(content):
-            rest = content[self._num_bytes - offset :]
-            self._num_bytes += os.pwrite(self._descriptor, rest, self._num_bytes)
-        return _Piece(offset, len(content), len(batch), batch.schema)
+        self._file.flush()
+        return _Piece(offset, self._file.tell() - offset, len(batch), batch.schema)
 
     def read(self, piece: _Piece, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         content = bytearray()
         while rest := piece.num_bytes - len(content):  # Linux reads 2 GiB at once, at most.
-            content += os.pread(self._descriptor, rest, piece.offset + len(content))
+            content += os.pread(self._file.fileno(), rest, piece.offset + len(content))
         for batch in pa.ipc.open_stream(content):
             yield batch.select(list(columns))
 
@@ -249,9 +243,8 @@ def batches(found: object, where: str) -> Iterator[pa.RecordBatch]:
     tf, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
     if isinstance(found, np.ndarray) and found.dtype.names:
         tables: Iterable[Row] = [{name: found[name] for name in found.dtype.names}]
-    elif hasattr(found, "__arrow_c_stream__") or hasattr(found, "__arrow_c_array__"):
-        stream = found if hasattr(found, "__arrow_c_stream__") else pa.table(found)
-        for batch in pa.RecordBatchReader.from_stream(stream):
+    elif hasattr(found, "__arrow_c_stream__"):
+        for batch in pa.RecordBatchReader.from_stream(found):
             yield from _cut(batch)
         return
     elif keras and isinstance(found, keras.utils.PyDataset):
