@@ -44,10 +44,8 @@ def plain_type(dtype: pa.DataType) -> pa.DataType:
 
 def plain(array: pa.Array) -> pa.Array:
     """The array without dictionaries, types of extensions, and views, which Arrow cannot take."""
-    if pa.types.is_dictionary(array.type):
+    if pa.types.is_dictionary(array.type):  # Of views, perhaps, which Arrow cannot cast.
         return plain(array.dictionary).take(array.indices)
-    if isinstance(array.type, pa.BaseExtensionType):
-        return plain(array.storage)
     dtype = plain_type(array.type)
     return array if dtype == array.type else array.cast(dtype)
 
