@@ -116,9 +116,7 @@ class Column:
         elif self.declared == INTEGER:
             kind = INTEGER if kind in _NUMERALS and whole(value) is not None else WRONG
         elif self.declared == NUMBER:
-            if kind == CODE:
-                is_long = abs(float(value)) > 2**24  # Float32 may change its whole part.
-                kind = DOUBLE if is_long else kind_of(repr(float(value)))
+            kind = kind_of(repr(float(value))) if kind == CODE else kind
             kind = kind if kind in NUMBERS else WRONG
         elif self.is_label and kind in (NUMBER, DOUBLE) and whole(value) is not None:
             kind = WHOLE
