@@ -68,7 +68,7 @@ class _RowFile:
     """A file without a name that holds rows; forked processes write and read it."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # Closed with this object.
         weakref.finalize(self, self._file.close)
 
     def append(self, batch: pa.RecordBatch) -> _Piece:
