@@ -343,13 +343,27 @@ def test_column_that_is_not_taken_may_be_missing_in_a_file(tmp_path: Path) -> No
     assert set(found["x"]) == {1, 2}
 
 
-def test_integers_beyond_int64_are_text_as_in_csv(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("values", "dtype", "missing", "stored"),
+    [
+        ([1, 2**64 - 1], pa.uint64(), None, {b"1", b"18446744073709551615"}),
+        ([None, 2**53 + 1], pa.int64(), "0.5", {b"", b"9007199254740993"}),
+        ([None, -(2**63)], pa.int64(), "0.5", {-(2.0**63), 0.5}),
+    ],
+)
+def test_integers_that_no_number_holds_are_text_as_in_csv(
+    values: list[int | None],
+    dtype: Any,
+    missing: str | None,
+    stored: set[Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write(tmp_path / "a.parquet", {"x": pa.array([1, 2**64 - 1] * 30, pa.uint64())})
-    found = read(parquet(tmp_path / "a.parquet", tmp_path / "out"))
-    assert set(found["x"]) == {b"1", b"18446744073709551615"}
-    assert "row 1: column x is text, because a number would change" in capsys.readouterr().err
+    write(tmp_path / "a.parquet", {"x": pa.array(values * 30, dtype)})
+    found = read(parquet(tmp_path / "a.parquet", tmp_path / "out", missing=missing))
+    assert set(found["x"].tolist()) == stored
+    is_text = "row 1: column x is text, because a number would change" in capsys.readouterr().err
+    assert is_text == (found["x"].dtype == object)
 
 
 def test_progress_is_said_while_types_are_found_and_rows_are_written(

@@ -121,17 +121,12 @@ class ArrowColumn(Column):
         kinds = {MISSING: missing, CODE: beyond}
         sizes = np.abs(values)
         if values.dtype == np.int64:
-            # The absolute value of -2**63 is negative in int64.
-            small = (sizes <= _MOST_FLOAT32_INTEGER) & (sizes >= 0)
-            if not small.all():
-                small |= (sizes >= 0) & (sizes.astype(np.float32).astype(np.float64) == sizes)
-            long = ~small & (sizes <= MOST_FLOAT64_INTEGER) & (sizes >= 0)
-            return {
-                **kinds,
-                INTEGER: present & small,
-                LONG: present & long,
-                LONGEST: present & ~small & ~long,
-            }
+            sizes = sizes.view(np.uint64)  # Which holds 2**63.
+            small = sizes.astype(np.float32).astype(np.uint64) == sizes
+            long = ~small & (sizes <= MOST_FLOAT64_INTEGER)
+            longest = ~small & ~long
+            kinds |= {INTEGER: present & small, LONG: present & long, LONGEST: present & longest}
+            return kinds
         if (infinite := present & np.isinf(values)).any():
             where = f"{path}, row {rows[int(infinite.argmax())]}"
             raise DataError(
