@@ -148,12 +148,10 @@ class ArrowColumn(Column):
     @property
     @override
     def _kind_if_empty(self) -> str:
-        floats = {dtype for dtype in self._types if pa.types.is_floating(dtype)}
-        decimals = filter(pa.types.is_decimal, self._types)
-        reals = {*floats, *(dtype for dtype in decimals if dtype.scale > 0)}
-        if not reals:
-            return INTEGER if self._is_number else TEXT
-        return NUMBER if reals <= {pa.float16(), pa.float32()} else DOUBLE
+        if not self._is_number:
+            return TEXT
+        dtypes = {numbers_of(pa.nulls(1, dtype))[0].dtype.name for dtype in self._types}
+        return DOUBLE if "float64" in dtypes else NUMBER if "float32" in dtypes else INTEGER
 
     @override
     def lacks(self, values: pa.Array) -> Mask:
@@ -174,9 +172,9 @@ class ArrowColumn(Column):
     def stored(self) -> str:
         """The type in the records, with the type in the source if it is another."""
         kind = "text" if self.kind == TEXT else self._dtype
-        others = ["text" if family_of(dtype) == TEXT else str(dtype) for dtype in self._types]
-        others = [each for each in others if each.replace("double", "float64") != kind]
-        others = [each for each in others if (each, kind) != ("float", "float32")]
+        names = {"float": "float32", "double": "float64"}
+        types = [TEXT if family_of(each) == TEXT else str(each) for each in self._types]
+        others = [each for each in types if names.get(each, each) != kind]
         return f"{kind} of {', '.join(others)}" if others else kind
 
     @override
@@ -226,9 +224,7 @@ def numbers_of(array: pa.Array) -> tuple[Array, Mask, Mask]:
             return np.where(beyond, 0, np.array(integers, object)).astype(np.int64), missing, beyond
     if pa.types.is_boolean(array.type) or pa.types.is_null(array.type):
         array = array.cast(pa.int8())
-    if array.null_count:
-        array = array.fill_null(0)
-    numbers: Array = array.to_numpy(zero_copy_only=False)
+    numbers: Array = array.fill_null(0).to_numpy(zero_copy_only=False)
     if numbers.dtype == np.float16:
         numbers = numbers.astype(np.float32)
     if numbers.dtype.kind == "f":
@@ -253,8 +249,7 @@ def as_text(array: pa.Array) -> pa.Array:
             ) from None
     elif pa.types.is_fixed_size_binary(array.type):
         array = array.cast(pa.binary())
-    found = array.cast(pa.large_binary())
-    return found.fill_null(b"") if found.null_count else found
+    return array.cast(pa.large_binary()).fill_null(b"")
 
 
 def _is_empty(texts: pa.Array) -> Mask:
