@@ -6,7 +6,6 @@ no float marks what was filled up. A missing list is not an empty list: --missin
 its row.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,13 +27,12 @@ from data.prepare.sources.arrow_columns import (
 from data.prepare.sources.columns import (
     MISSING,
     Array,
-    Column,
     First,
+    ListColumn,
     Mask,
     Missing,
-    TableColumn,
 )
-from data.prepare.sources.examples import Classes, tensor
+from data.prepare.sources.examples import Classes
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
 from data.tfrecord.examples import PADDING, Values, fixed
@@ -43,7 +41,7 @@ from data.tfrecord.examples import PADDING, Values, fixed
 _STORED = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float32", "float64")
 
 
-class ArrowLists(Column):
+class ArrowLists(ListColumn):
     """A column of lists."""
 
     unit = "row"
@@ -162,27 +160,16 @@ class ArrowLists(Column):
                 "one length: only lists of integers or of text are filled up. Fill them up in the "
                 "source, or leave the column out, by --columns."
             )
-        if self._item_type != "string":
-            self._check_padding()
+        self._check_padding()
 
     @override
     def notes(self, path: str) -> Iterator[str]:
-        if self._is_padded:
-            yield f"{path}: the longest list of {self.name} has {self._shape[0]:,} items"
+        return super().notes(path) if self._is_padded else iter(())
 
     @property
     def stored(self) -> str:
         """The type in the records."""
         return f"{'text' if self._item_type == 'string' else self._item_type} {self._shape}"
-
-    @override
-    def feature(self) -> TableColumn:
-        items = math.prod(self._shape)
-        if self._item_type == "string":
-            num_bytes = 2 * items + self._text_bytes // max(1, self._num_rows)
-        else:
-            num_bytes = items * np.dtype(self._item_type).itemsize
-        return TableColumn(tensor(self._item_type, self._shape), num_bytes, self.convert)
 
     @override
     def convert(self, values: pa.Array, classes: Classes | None = None) -> Values:

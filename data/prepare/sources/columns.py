@@ -12,12 +12,14 @@ import csv
 import decimal
 import difflib
 import itertools
+import math
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from data.numerals import (
     CODE,
@@ -237,15 +239,6 @@ class Column:
             why = f"a number {'has no separators as in' if unfit == GROUPED else 'would change'}"
             yield f"{where}: column {self.name} is text, because {why} {value!r}"
 
-    def _check_padding(self) -> None:
-        """Raises DataError for an item that is padding. For columns of lists."""
-        if wrong := self._first.get(str(PADDING)):
-            raise DataError(
-                f"{wrong.where}: column {self.name} has the item {PADDING}, with which shorter "
-                "lists are filled up. Replace it by another integer, or, if all are text, add "
-                f"{self.as_text}."
-            )
-
     @property
     def _num_missing(self) -> int:
         return self.counts[EMPTY] + self.counts[MISSING]
@@ -311,6 +304,35 @@ class Column:
             return np.array(list(map(float, values)), np.float64)
         is_exact = self.is_label or self.declared
         return np.array(list(map(whole if is_exact else int, values)), np.int64)
+
+
+class ListColumn(Column):
+    """A column of lists: tensors of one shape. `finish` sets the type and the shape."""
+
+    _item_type: str  # As in features.json: "string", or a dtype.
+    _shape: list[int]
+
+    @override
+    def feature(self) -> TableColumn:
+        items = math.prod(self._shape)
+        if self._item_type == "string":
+            num_bytes = 2 * items + self._text_bytes // max(1, self._num_rows)
+        else:
+            num_bytes = items * np.dtype(self._item_type).itemsize
+        return TableColumn(tensor(self._item_type, self._shape), num_bytes, self.convert)
+
+    @override
+    def notes(self, path: str) -> Iterator[str]:
+        yield f"{path}: the longest list of {self.name} has {self._shape[0]:,} items"
+
+    def _check_padding(self) -> None:
+        """Raises DataError for an integer that is padding."""
+        if self._item_type != "string" and str(PADDING) in self._first:
+            raise DataError(
+                f"{self._first[str(PADDING)].where}: column {self.name} has the item {PADDING}, "
+                "with which shorter lists are filled up. Replace it by another integer, or, if all "
+                f"are text, add {self.as_text}."
+            )
 
 
 def missing_of(option: str | None) -> Missing:

@@ -24,13 +24,13 @@ from data.prepare.sources.columns import (
     EMPTY,
     Column,
     First,
+    ListColumn,
     Missing,
-    TableColumn,
     declared_types,
     missing_of,
 )
 from data.prepare.sources.csv_files import SUFFIXES, Layout, layout_of, lines
-from data.prepare.sources.examples import Classes, tensor
+from data.prepare.sources.examples import Classes
 from data.prepare.sources.tables import (
     Batch,
     Chunk,
@@ -111,7 +111,7 @@ def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: s
     )
 
 
-class Lists(Column):
+class Lists(ListColumn):
     """A column of lists. Finds the longest list, and the first item of each kind."""
 
     def __init__(self, name: str, **how: Any) -> None:
@@ -140,7 +140,7 @@ class Lists(Column):
     def finish(self, missing: Missing) -> None:
         """Raises DataError for a mix of integers and text, and for an integer that is padding."""
         first = self._first = self._firsts[self._separator]
-        self._length = self._lengths[self._separator]
+        self._shape = [self._lengths[self._separator]]
         if INTEGER in first and TEXT in first and self.declared != TEXT:
             integer, wrong = first[INTEGER], first[TEXT]
             raise DataError(
@@ -148,14 +148,14 @@ class Lists(Column):
                 f"{integer.value!r} in {integer.where}. The items of a column are integers or "
                 f"text: correct it, or, if all are text, add {self.as_text}."
             )
-        self.kind = TEXT if self.declared == TEXT or {TEXT, CODE} & first.keys() else INTEGER
-        if self.kind == INTEGER:
-            self._check_padding()
+        is_text = self.declared == TEXT or bool({TEXT, CODE} & first.keys())
+        self._item_type = "string" if is_text else "int64"
+        self._check_padding()
 
     @override
     def notes(self, path: str) -> Iterator[str]:
         first = self._first
-        yield f"{path}: the longest list of {self.name} has {self._length:,} items"
+        yield from super().notes(path)
         if CODE in first and TEXT not in first and self.declared != TEXT:
             yield (
                 f"{first[CODE].where}: the items of {self.name} are text, because a number would "
@@ -163,20 +163,14 @@ class Lists(Column):
             )
 
     @override
-    def feature(self) -> TableColumn:
-        if self.kind == INTEGER:
-            return TableColumn(tensor("int64", [self._length]), 8 * self._length, self.convert)
-        num_bytes = 2 * self._length + self._text_bytes // max(1, self._num_rows)
-        return TableColumn(tensor("string", [self._length]), num_bytes, self.convert)
-
-    @override
     def convert(self, values: Sequence[str], classes: Classes | None = None) -> Values:
-        fill = str(PADDING) if self.kind == INTEGER else ""
+        (length,) = self._shape
+        fill = "" if self._item_type == "string" else str(PADDING)
         found = [_items(value, self._separator) for value in values]
-        rows = [[*items, *[fill] * (self._length - len(items))] for items in found]
-        if self.kind == INTEGER:
-            return fixed(np.array([list(map(int, row)) for row in rows], "<i8"))
-        return np.array([list(map(str.encode, row)) for row in rows], object)
+        rows = [[*items, *[fill] * (length - len(items))] for items in found]
+        if self._item_type == "string":
+            return np.array([list(map(str.encode, row)) for row in rows], object)
+        return fixed(np.array([list(map(int, row)) for row in rows], "<i8"))
 
 
 def _items(value: str, separator: str | None) -> list[str]:
