@@ -32,13 +32,6 @@ _LABEL_ROWS = 4096
 # Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
 _RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
 _LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
-# Types that a record cannot hold, and the types that hold the same values.
-_INSTEAD: Mapping[type[np.generic], str] = {
-    np.bool_: "uint8",
-    np.uint32: "int64",
-    np.datetime64: "int64",
-    np.timedelta64: "int64",
-}
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -75,22 +68,13 @@ class _Column(NamedTuple):
         elif self.dtype.name in _RAW:
             node = tensor(self.dtype.name, self.shape[1:])
         else:
+            name = self.member.removesuffix(".npy")
             raise DataError(
-                f"{self.path}: {self.member} is {self.dtype.name} {list(self.shape)}, which a "
-                f"record cannot hold. {self._advice()}"
+                f"{self.path}: {name} is {self.dtype.name} {list(self.shape)}, which a record "
+                f"cannot hold. Save {name}.astype(np.int64), for example: one of "
+                f"{', '.join(_RAW)}, or strings [N], which keep ids above 2**63."
             )
         return TableColumn(node, self.row_bytes, self.convert)
-
-    def _advice(self) -> str:
-        name = self.member.removesuffix(".npy")
-        if dtype := _INSTEAD.get(self.dtype.type):
-            return f"Save {name}.astype(np.{dtype}) of it."
-        if self.dtype.name == "uint64":
-            return (
-                f"Save {name}.astype(np.int64) of it, if all are below 2**63; or, of an array of "
-                f"one dimension, {name}.astype(str), which keeps ids as text."
-            )
-        return f"Save it as one of {', '.join(_RAW)}, or as strings [N]."
 
     def blocks(self, rows: int) -> Iterator[Array]:
         """Yields all rows, `rows` at a time."""
