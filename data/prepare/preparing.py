@@ -112,8 +112,6 @@ def write_new(
             parent, base = os.path.split(data_dir)
             partial = os.path.join(parent, f".{base}.partial")
             stack.enter_context(_directory(parent))
-            if not os.access(parent, os.W_OK):
-                raise DataError(f"The directory {parent} cannot be written. {_GIVE_ANOTHER}")
             lock = os.path.join(parent, f".{base}.lock")
             wait = f"Another process is writing {what} in {data_dir}: waiting for it."
             stack.enter_context(locked(lock, functools.cache(lambda: _say(wait))))
