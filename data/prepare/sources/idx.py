@@ -75,8 +75,6 @@ def _array(path: str, dimensions: int) -> npt.NDArray[np.uint8]:
 
 def _prefix(name: str, directory: str) -> str:
     """What the names of the files of `name` begin with: "", or for example "emnist-letters-"."""
-    if not os.path.isdir(directory):
-        raise DataError(f"--source={directory} is not a directory. Give the one with {FILES}.")
     found = filter(None, map(_PREFIX.fullmatch, sorted(os.listdir(directory))))
     prefixes = list(dict.fromkeys(match[1] for match in found))
     if f"{name}-" in prefixes:

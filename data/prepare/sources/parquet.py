@@ -55,8 +55,6 @@ def _files(path: str, options: Options) -> dict[str, list[str]]:
         if options.splits:
             raise DataError(f"--splits would be ignored: {path} is one file. Leave it out.")
         return {"": [path]}
-    if not os.path.isdir(path):
-        raise DataError(f"There is no --source={path}. Give a file or directory that exists.")
     if options.splits:
         return paths_by_pattern(path, options.splits)
     found = files_below(path, lambda each: os.path.basename(each).startswith((".", "_")))

@@ -222,8 +222,6 @@ def split_files(path: str, *suffixes: str) -> dict[str, str]:
     """Split name -> file of a directory with a file for each split, or {"": path} of a file."""
     if os.path.isfile(path):
         return {"": path}
-    if not os.path.isdir(path):
-        raise DataError(f"There is no --source={path}. Give a file or directory that exists.")
     found = split_paths(path, *suffixes)
     if "train" not in found:
         there = [name for name in sorted(os.listdir(path)) if name.lower().endswith(suffixes)]
