@@ -30,7 +30,6 @@ def write_splits(directory: Path, train: str, test: str) -> Path:
 
 
 NONE, NO_HEADER = Options(), Options(header=False)
-LONG = "é" * 101
 GAPS = "age,height,name,label\n1,1.5,x,a\nNA,2.5,,b\n3,,NA,a\n4,?,y,\n5,5.5,z,b\n"
 
 
@@ -77,7 +76,6 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
         (",\n1,\n2,\n", Options(header=True, delimiter=","), r"no column with .*--noheader$"),
         ("a,b\n1,2\n", Options("c"), "--label may be a, b"),
         ('a,b\n1,"2\n', Options("a"), "line 2: unexpected end of data"),
-        (f"{LONG}\n" + "x\ny\n" * 30, Options(LONG), "202 bytes, .* at most 200 .*shorter name"),
     ],
 )
 def test_gaps_and_lines_that_nothing_is_said_about_are_refused(

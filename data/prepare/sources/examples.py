@@ -32,7 +32,6 @@ Node = Mapping[str, object]
 ImageArrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
 
 _CLASSES = "tensorflow_datasets.core.features."
-_MOST_NAME_BYTES = 200  # Of 255, with the endings of a file that is not complete.
 
 
 class Classes(NamedTuple):
@@ -148,14 +147,8 @@ def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> d
                 raise DataError(
                     f"{class_name!r} cannot be the name of a class: it is not one line of text."
                 )
-        if not classes.names:
-            continue
-        if (num_bytes := len(key.encode())) > _MOST_NAME_BYTES:
-            raise DataError(
-                f"The label {key!r} has {num_bytes} bytes, and its name becomes that of a file, "
-                f"which has at most {_MOST_NAME_BYTES} here. Give the column a shorter name."
-            )
-        files[labels_file(key)] = "".join(f"{name}\n" for name in classes.names)
+        if classes.names:
+            files[labels_file(key)] = "".join(f"{name}\n" for name in classes.names)
     return files
 
 
