@@ -338,16 +338,12 @@ def _batch(columns: Mapping[str, Column], where: str) -> pa.RecordBatch:
     for name, values in columns.items():
         try:
             arrays[name] = _array(values)
-        except OverflowError:
-            raise DataError(
-                f"{where}: column {name} has an integer that 64 bits do not hold. Return it as str."
-            ) from None
-        except (pa.ArrowException, ValueError, TypeError) as error:
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             kinds = sorted({type(value).__name__ for value in values})
             raise DataError(
                 f"{where}: column {name} has values of {', '.join(kinds)}, which are no column of "
-                f"one type ({str(error).splitlines()[0]}). Needed are numbers, times, text, or "
-                "lists and arrays of one shape."
+                f"one type ({str(error).splitlines()[0]}). Needed are numbers of 64 bits, times, "
+                "text, or lists and arrays of one shape."
             ) from None
     return pa.RecordBatch.from_pydict(arrays)
 
