@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from typing_extensions import override
 
 from data.numerals import NUMBER, TEXT
 from data.prepare.sources import Options, Source, split_named
@@ -29,14 +28,7 @@ from data.prepare.sources.arrow_columns import (
     unit_of,
 )
 from data.prepare.sources.arrow_lists import ArrowLists
-from data.prepare.sources.columns import (
-    Column,
-    Mask,
-    columns_in,
-    declared_types,
-    missing_of,
-    no_column,
-)
+from data.prepare.sources.columns import Mask, columns_in, declared_types, missing_of, no_column
 from data.prepare.sources.examples import Classes
 from data.prepare.sources.tables import Batch, Chunk, read_all, typed_source
 from data.system.files import DataError
@@ -83,23 +75,18 @@ def arrow_source(
         raise DataError(f"{path} has no rows.")
     names, notes = _names(path, chunks, options)
     columns = _columns(path, chunks, names, options)
-    splits = {name: _Splits(name) for name in filter(None, [options.split_column])}
-    read_all(path, chunks, {**columns, **splits})
-    masks = next((found.masks() for found in splits.values()), None)
+    masks = _masks(path, chunks, options.split_column) if options.split_column else None
+    read_all(path, chunks, columns)
     source, classes = typed_source(name, path, tables, columns, missing, options, files, masks)
     types = _types_note(path, columns, classes)
     return source._replace(notes=[*notes, *source.notes, types])
 
 
-class _Splits(Column):
-    """Finds the rows of each split, by a column with the names of splits."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._parts: list[Uint8s] = []  # Numbers of SPLIT_DIRS.
-
-    @override
-    def add(self, values: pa.Array, path: str, rows: Sequence[int]) -> None:
+def _masks(path: str, chunks: Sequence[Chunk], column: str) -> dict[str, Mask]:
+    """The rows of each split, bool [rows], by a column with the names of splits."""
+    parts: list[Uint8s] = []  # Numbers of SPLIT_DIRS.
+    for _, batch in itertools.chain.from_iterable(chunk.batches([column]) for chunk in chunks):
+        values = batch[column]
         if pa.types.is_nested(values.type):  # Lists, for example: no names of splits.
             found = [str(values.type)] * len(values)
         else:
@@ -107,16 +94,13 @@ class _Splits(Column):
         splits = list(map(split_named, found))
         if "" in splits:
             raise DataError(
-                f"{path}: column {self.name} has {found[splits.index('')]!r}. Needed are names of "
+                f"{path}: column {column} has {found[splits.index('')]!r}. Needed are names of "
                 "splits, such as train, test and val. Rename its values, or leave --split_column "
                 "out."
             )
-        self._parts.append(np.array(list(map(SPLIT_DIRS.index, splits)), np.uint8))
-
-    def masks(self) -> dict[str, Mask]:
-        """The rows of each split, bool [rows]."""
-        every = np.concatenate(self._parts)
-        return {SPLIT_DIRS[number]: every == number for number in np.unique(every)}
+        parts.append(np.array(list(map(SPLIT_DIRS.index, splits)), np.uint8))
+    every = np.concatenate(parts)
+    return {SPLIT_DIRS[number]: every == number for number in np.unique(every)}
 
 
 def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[str], list[str]]:
