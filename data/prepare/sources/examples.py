@@ -10,10 +10,8 @@ The nodes have the form of tensorflow-datasets (tensorflow_datasets/core/proto/f
 import bisect
 import functools
 import gzip
-import io
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -72,13 +70,8 @@ def classes_of(
 
 
 def file_bytes(path: str) -> npt.NDArray[np.uint8]:
-    """The bytes of a file: mapped, or in memory if it is a GZIP file, which is decompressed.
-
-    Raises DataError if it is damaged.
-    """
+    """The bytes of a file; those of a GZIP file are decompressed. DataError if it is damaged."""
     with open_unpacked(path) as file:
-        if isinstance(file, io.BufferedReader) and os.path.getsize(path):  # Not packed.
-            return np.memmap(path, np.uint8, "r")
         try:
             return np.frombuffer(file.read(), np.uint8)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

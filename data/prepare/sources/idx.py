@@ -3,7 +3,7 @@
 Four files: {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or with .gz. EMNIST has several such
 sets, emnist-letters-{train,test}-... and others. Each file is a big-endian header (two zero bytes,
 8 for uint8, the number of dimensions, then each dimension's size as uint32) and the bytes:
-http://yann.lecun.com/exdb/mnist, "File formats". A file with .gz is held in memory while it is
+http://yann.lecun.com/exdb/mnist, "File formats". The images are held in memory while they are
 written.
 """
 
