@@ -482,9 +482,9 @@ def test_each_type_of_arrow_is_stored_by_a_rule_or_refused_with_its_name(
     chunk = arrow_chunk("a", 0, 3, table.schema, lambda names: table.select(names).to_batches())
     if stored is None:
         with pytest.raises(DataError, match=r"column x is .*, which a record cannot hold"):
-            arrow_source("x", "a", {"train": [chunk]}, {}, Options())
+            arrow_source("x", "a", {"train": [chunk]}, Options())
         return
-    source = arrow_source("x", "a", {"train": [chunk]}, {}, Options(missing="0"))
+    source = arrow_source("x", "a", {"train": [chunk]}, Options(missing="0"))
     assert source.notes[-1] == f"a: columns: x {stored}"
     first, _ = source.splits["train"].examples(1, 3)
     assert first.endswith(b"b") or stored != "text"

@@ -66,7 +66,10 @@ def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
         ({"x": np.asfortranarray(np.ones((3, 2))), "y": np.zeros(3, int)}, "ascontiguousarray"),
         ({"x": np.zeros((3, 2), complex), "y": np.zeros(3, int)}, "a record cannot hold"),
         ({"x": np.zeros((3, 2)), "y": np.zeros(3)}, r"or a name.*save y\.astype\(np\.int64\)"),
-        ({"x": np.ones(3, np.uint64), "y": np.zeros(3, int)}, "or strings .N., which keep ids above"),
+        (
+            {"x": np.ones(3, np.uint64), "y": np.zeros(3, int)},
+            "or strings .N., which keep ids above",
+        ),
         ({"x": np.ones((3, 2), bool), "y": np.zeros(3, int)}, "one of uint8, int8"),
         ({"x": np.ones(3, "M8[s]"), "y": np.zeros(3, int)}, r"Save x\.astype\(np\.int64\)"),
         ({"x": np.ones(3), "y": np.ones(3, np.uint64)}, r"Save y\.astype\(np\.int64\)"),

@@ -1,7 +1,7 @@
 """Arrow tables in chunks -> a source, for Parquet and Python: types, missing values, label, splits.
 
     chunk = arrow_chunk("people.parquet", 0, 1000, schema, read)
-    source = arrow_source("people", "people.parquet", {"": [chunk]}, {}, options)
+    source = arrow_source("people", "people.parquet", {"": [chunk]}, options)
 
 All values are read to find the types, a few rows at a time, and read again when they are written.
 The result depends on the rows and their order only: not on the bounds of chunks and batches. But
@@ -61,13 +61,12 @@ def arrow_source(
     name: str,
     path: str,
     tables: Mapping[str, Sequence[Chunk]],
-    files: Mapping[str, str],
     options: Options,
 ) -> Source:
     """The columns of `tables`, by split, as features with the same names.
 
     A table with the name "" is divided: by the column `split_column`, or by `test_fraction`.
-    `path`, and `files` of the splits: for messages.
+    `path`: for messages.
     """
     missing = missing_of(options.missing)
     chunks = [chunk for part in tables.values() for chunk in part]
@@ -77,7 +76,7 @@ def arrow_source(
     columns = _columns(path, chunks, names, options)
     masks = _masks(path, chunks, options.split_column) if options.split_column else None
     read_all(path, chunks, columns)
-    source, classes = typed_source(name, path, tables, columns, missing, options, files, masks)
+    source, classes = typed_source(name, path, tables, columns, missing, options, masks)
     types = _types_note(path, columns, classes)
     return source._replace(notes=[*notes, *source.notes, types])
 

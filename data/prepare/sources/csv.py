@@ -79,7 +79,7 @@ def source(name: str, path: str, options: Options) -> Source:
         notes.append(_without_name(path, layout, columns, column))
     if not columns:
         raise DataError(f"{path} has no column with a name. If its first line is data: --noheader")
-    found, _ = typed_source(name, path, tables, columns, missing, options, files)
+    found, _ = typed_source(name, path, tables, columns, missing, options)
     return found._replace(notes=[*filter(None, notes), *found.notes])
 
 

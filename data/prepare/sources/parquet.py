@@ -43,8 +43,7 @@ def source(name: str, path: str, options: Options) -> Source:
         split: [chunk for file in files for chunk in _chunks(file, partitions[file], types)]
         for split, files in splits.items()
     }
-    single = {split: files[0] for split, files in splits.items() if len(files) == 1}
-    return arrow_source(name, path, tables, single, options)
+    return arrow_source(name, path, tables, options)
 
 
 def _files(path: str, options: Options) -> dict[str, list[str]]:

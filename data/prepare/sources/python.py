@@ -126,7 +126,7 @@ def source(name: str, target: str, options: Options) -> Source:
         raise DataError(f"{target} returns splits for some parts only. Return them for all.")
     if options.split_column and "" not in tables:
         raise DataError(f"--split_column would be ignored: {target} returns splits. Leave it out.")
-    return arrow_source(name, target, tables, {}, options)
+    return arrow_source(name, target, tables, options)
 
 
 def _called(

@@ -87,7 +87,7 @@ def table_source(
         keys = map(str, range(np.count_nonzero(every)))
         for split, mask in divided(keys, options, name).items():
             chosen[split] = every.copy()
-            chosen[split][every] = np.frombuffer(mask, bool)
+            chosen[split][every] = mask
     else:
         refuse_fraction(options, "the source has its own splits")
     splits = {}
@@ -159,13 +159,12 @@ def typed_source(
     columns: Mapping[str, Column],
     missing: Missing,
     options: Options,
-    files: Mapping[str, str],
     masks: Mapping[str, Mask] | None = None,
 ) -> tuple[Source, Mapping[str, Classes]]:
     """The columns of `tables`, by split, as features, after `read_all`; and the label's classes.
 
-    A table with the name "" is divided: by `masks`, bool [rows], or by `test_fraction`. `path`, and
-    `files` of the splits: for messages.
+    A table with the name "" is divided: by `masks`, bool [rows], or by `test_fraction`. `path`: for
+    messages.
     """
     notes: list[str] = []
     for found in columns.values():
@@ -183,10 +182,11 @@ def typed_source(
         notes.append(f"{path}: missing values by column: {counts}; {done}")
     for split, mask in kept.items():
         if lacking and not mask.any():
+            where = f"{path}, split {split}" if split else path
             raise DataError(
-                f"{files.get(split, path)}: --missing={DROP} leaves no row: each has a missing "
-                "value. Give a number for missing numbers, for example --missing=0, or remove the "
-                "column (of Parquet: by --columns)."
+                f"{where}: --missing={DROP} leaves no row: each has a missing value. Give a number "
+                "for missing numbers, for example --missing=0, or remove the column (of Parquet: "
+                "by --columns)."
             )
     classes: dict[str, Classes] = {}
     if label is not None:
