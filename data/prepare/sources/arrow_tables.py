@@ -37,6 +37,13 @@ from data.tfrecord.shard_names import SPLIT_DIRS
 
 _INDEX = re.compile(r"__index_level_\d+__")  # Of pandas, without a name.
 _SHOWN_COLUMNS = 100
+BATCH_ROWS, BATCH_BYTES = 2048, 4 << 20
+
+
+def rows_at_once(batch: pa.RecordBatch) -> int:
+    """The number of rows for a batch of some MiB, if rows are as large as those of `batch`."""
+    row_bytes: int = max(1, batch.nbytes // max(1, len(batch)))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
 
 
 def arrow_chunk(
@@ -162,18 +169,17 @@ def _columns(
         families: dict[str, Chunk] = {}
         units: dict[str, Chunk] = {}
         for chunk in chunks:
-            dtype = chunk.schema.field(name).type
-            family = family_of(plain_type(dtype))
+            dtype = plain_type(chunk.schema.field(name).type)
+            family = family_of(dtype)
             if not family and not pa.types.is_null(dtype):
                 raise DataError(
                     f"{chunk.path}: column {name} is {dtype}, which a record cannot hold. Needed "
                     "are numbers, times, text, or lists of these. Make columns of its parts, or "
                     "leave it out: --columns has the columns that are taken."
                 )
-            if family:
-                families.setdefault(family, chunk)
-            if unit := unit_of(plain_type(dtype)):
-                units.setdefault(unit, chunk)
+            for found, kind in ((families, family), (units, unit_of(dtype))):
+                if kind:
+                    found.setdefault(kind, chunk)
         if mixed := next((found for found in (families, units) if len(found) > 1), None):
             (one, at), (other, there) = list(mixed.items())[:2]
             raise DataError(

@@ -62,17 +62,10 @@ def source(name: str, path: str, options: Options) -> Source:
             declared=types.get(column, ""),
             texts=as_text,
         )
-    chunks = [
-        Chunk(file, 0, functools.partial(_batches, file, layouts[split]))
-        for split, file in files.items()
-    ]
-    counts = read_all(path, chunks, columns)
-    if 0 in counts:
-        raise DataError(f"{chunks[counts.index(0)].path} has no rows.")
-    tables = {
-        split: [chunk._replace(num_rows=count)]
-        for split, chunk, count in zip(files, chunks, counts, strict=True)
-    }
+    tables = {}
+    for split, file in files.items():
+        chunk = Chunk(file, 0, functools.partial(_batches, file, layouts[split]))
+        tables[split] = read_all(file, [chunk], columns)
     notes = [layout.note for layout in layouts.values()]
     layout = next(iter(layouts.values()))
     for column in sorted({*layout.unnamed} - {*types, *listed, options.label}):

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from data.numerals import INTEGERS, kind_of
 from data.prepare.sources import Options, Source, check_utf8, split_named, typed_path
-from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
+from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source, rows_at_once
 from data.prepare.sources.rewrite import paths_by_pattern
 from data.prepare.sources.tables import Chunk
 from data.system.files import DataError, files_below
@@ -27,7 +27,6 @@ from data.tfrecord.shard_names import word_of
 SUFFIXES = (".parquet", ".parq", ".pq")
 _OF_TEXT = (".csv", ".tsv", ".txt")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-_BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
 _FIRST_ROWS = 16  # Their size in memory says how many make a batch.
 _READ_BYTES = 1 << 16  # At a time, of each column.
 Partition = Mapping[str, str | None]
@@ -153,9 +152,7 @@ def _read(
                 file.iter_batches, row_groups=[group], columns=some, use_threads=False
             )
             # The metadata has the encoded size. In memory, rows may need much more.
-            tried = next(read(_FIRST_ROWS))
-            row_bytes = max(1, tried.nbytes // len(tried))
-            for batch in read(max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))):
+            for batch in read(rows_at_once(next(read(_FIRST_ROWS)))):
                 arrays = [
                     pa.repeat(constants[column], len(batch))
                     if column in constants

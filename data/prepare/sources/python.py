@@ -32,7 +32,13 @@ from data.prepare.processes import in_processes
 from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, split_named
 from data.prepare.sources.arrow_columns import unit_of
-from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
+from data.prepare.sources.arrow_tables import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    arrow_chunk,
+    arrow_source,
+    rows_at_once,
+)
 from data.prepare.sources.tables import Chunk
 from data.system.errors import TrainerError, reason_lines
 from data.system.files import DataError
@@ -46,7 +52,6 @@ CONTAINERS = (
 )
 _TIMES = (datetime.datetime, datetime.date)  # Of pandas, too, which derives from them.
 _PARTS = ("x", "y", "sample_weight")  # As Keras' fit calls them.
-_BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
 NUM_SHARDS = 16
 _PARAMETERS = {"shard", "num_shards"}
 Function = Callable[..., Any]  # A user's function, which may return anything.
@@ -322,7 +327,7 @@ def _batches_of_rows(rows: Iterable[Row], where: str) -> Iterator[pa.RecordBatch
             )
         waiting.append({name: _plain(value) for name, value in row.items()})
         num_bytes += sum(map(_num_bytes, waiting[-1].values()))
-        if len(waiting) == _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+        if len(waiting) == BATCH_ROWS or num_bytes >= BATCH_BYTES:
             yield _batch_of(waiting, where)
             waiting, num_bytes = [], 0
     if waiting:
@@ -388,8 +393,7 @@ def _of_numpy(values: npt.NDArray[Any]) -> pa.Array:
 
 
 def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    row_bytes = max(1, batch.nbytes // max(1, len(batch)))
-    rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+    rows = rows_at_once(batch)
     for first in range(0, len(batch), rows):
         yield batch.slice(first, rows)
 

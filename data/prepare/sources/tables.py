@@ -1,6 +1,6 @@
 """Tables, for all sources of rows with named columns, each of which becomes a feature.
 
-    counts = read_all("people.csv", chunks, {"age": Column("age")})
+    chunks = read_all("people.csv", chunks, {"age": Column("age")})
     source, classes = typed_source("people", "people.csv", {"": chunks}, columns, ...)
 
 Columns of CSV, Parquet and Python find their types from all values. These are read, some rows at a
@@ -137,9 +137,9 @@ def taken(values: Any, places: Int64s) -> Any:
     return values[places] if isinstance(values, np.ndarray) else values.take(places)
 
 
-def read_all(path: str, chunks: Sequence[Chunk], columns: Mapping[str, Column]) -> list[int]:
-    """Adds all values of `chunks` to `columns`; returns the number of rows of each chunk."""
-    counts, num_read = [], 0
+def read_all(path: str, chunks: Sequence[Chunk], columns: Mapping[str, Column]) -> list[Chunk]:
+    """Adds all values of `chunks` to `columns`; returns the chunks with their numbers of rows."""
+    counted, num_read = [], 0
     with progress(f"{path}, types", sum(chunk.num_rows for chunk in chunks) or None) as report:
         for chunk in chunks:
             before = num_read
@@ -148,8 +148,10 @@ def read_all(path: str, chunks: Sequence[Chunk], columns: Mapping[str, Column]) 
                     found.add(batch[column], chunk.path, rows)
                 num_read += len(rows)
                 report(num_read)
-            counts.append(num_read - before)
-    return counts
+            if num_read == before:
+                raise DataError(f"{chunk.path} has no rows.")
+            counted.append(chunk._replace(num_rows=num_read - before))
+    return counted
 
 
 def typed_source(
