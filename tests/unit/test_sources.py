@@ -78,7 +78,7 @@ def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
         ({"x": np.array([{}, None], object), "y": np.zeros(2, int)}, r"x\.npy is object"),
         (
             {"x": np.zeros((27, 2)), "y": np.array([b"cat", b"caf\xe9", b"dog"] * 9)},
-            r"a\.npz: row 1 of y is b'caf\\xe9', which is not UTF-8",
+            r"a\.npz: y has b'caf\\xe9', which is not UTF-8",
         ),
     ],
 )

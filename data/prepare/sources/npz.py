@@ -6,13 +6,12 @@
 Arrays are read a few rows at a time, compressed or not. Numbers keep their type and exact value.
 """
 
-import itertools
 import math
 import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -89,32 +88,33 @@ class _Column(NamedTuple):
         except _DAMAGE as error:
             raise DataError(f"{self.path}: {self.member} is damaged: {error}.") from None
 
-    def convert(self, block: Array, classes: Classes | None = None) -> Values:
+    def convert(self, block: Any, classes: Classes | None = None) -> Values:
         """The rows of a block as a record holds them. `classes`: of the label."""
         if classes and classes.names:
-            return classes.numbers(map(_text, block.tolist()))
-        if self.dtype.kind in "US":
-            values = [x if isinstance(x, bytes) else x.encode() for x in block.tolist()]
-            return np.array(values, object)
-        if self.is_list:
-            is_float = self.dtype.kind == "f"
-            return block.astype(np.float32) if is_float else block.astype(np.int64)
-        return fixed(block.astype(self.dtype.newbyteorder("<")))
+            return classes.numbers(self._names(block))
+        if not self.is_list:
+            return fixed(block.astype(self.dtype.newbyteorder("<")))
+        as_bytes = np.char.encode(block) if self.dtype.kind == "U" else block
+        listed = {"U": np.object_, "S": np.object_, "f": np.float32}.get(self.dtype.kind, np.int64)
+        values: Values = as_bytes.astype(listed)
+        return values
 
     def classes(self) -> Iterator[int | str]:
         """The values of a label."""
-        for row, value in enumerate(itertools.chain.from_iterable(self.blocks(_LABEL_ROWS))):
-            if self.dtype.kind not in "US":
-                yield int(value)
-                continue
-            try:
-                yield _text(value)
-            except UnicodeDecodeError:
-                name, found = self.member.removesuffix(".npy"), bytes(value)
-                raise DataError(
-                    f"{self.path}: row {row} of {name} is {found!r}, which is not UTF-8. Save "
-                    "np.char.decode(..., ENCODING) of it."
-                ) from None
+        for block in self.blocks(_LABEL_ROWS):
+            yield from self._names(block) if self.dtype.kind in "US" else block.tolist()
+
+    def _names(self, block: Any) -> list[str]:
+        """Strings; those of bytes are in UTF-8."""
+        try:
+            names: Array = np.char.decode(block) if self.dtype.kind == "S" else block
+            return list(map(str, names))
+        except UnicodeDecodeError as error:
+            name = self.member.removesuffix(".npy")
+            raise DataError(
+                f"{self.path}: {name} has {error.object!r}, which is not UTF-8. Save "
+                "np.char.decode(..., ENCODING) of it."
+            ) from None
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -210,7 +210,3 @@ def _chunk(path: str, columns: Mapping[str, _Column]) -> Chunk:
             yield range(len(blocks[0])), dict(zip(names, blocks, strict=True))
 
     return Chunk(path, next(iter(columns.values())).shape[0], batches)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
