@@ -124,7 +124,7 @@ CASES = [
     Case(CSV, encoded("utf-16-le", "a"), "--encoding=utf-16-le"),
     Case(CSV, encoded("utf-16-be", "a"), "--encoding=utf-16-be"),
     Case(f"{CSV} --encoding=ascii", encoded("latin-1", "café"), "--encoding=latin-1"),
-    Case(f"{CSV} --encoding=latn1", NUMBERS, "--encoding=latin1"),
+    Case(f"{CSV} --encoding=latn1", NUMBERS, "--encoding=latin-1"),
     Case(f"{CSV} --encoding=base64", NUMBERS, "--encoding=latin-1"),
     Case(f"{CSV} --encoding=latin-1", encoded("utf-16", "1"), "Leave --encoding out", CSV),
     # Files and splits.
