@@ -135,7 +135,7 @@ CASES = [
     Case(
         SPLITS,
         {f"d/part-{number}.csv": CONTENT for number in range(2)},
-        "one of these files alone: --source=d/part-0.csv",
+        "one file alone, which is then divided: --source=d/part-0.csv",
         "csv:x --source=d/part-0.csv",
     ),
     Case(f"{CSV} --test_fraction=1.5", NUMBERS, "--test_fraction=0.1"),

@@ -227,19 +227,14 @@ def split_files(path: str, *suffixes: str) -> dict[str, str]:
     found = split_paths(path, *suffixes)
     if "train" not in found:
         there = [name for name in sorted(os.listdir(path)) if name.lower().endswith(suffixes)]
-        needed = (
-            f"{path} has no train{suffixes[0]}, but {', '.join(there[:5]) or 'none of that kind'}. "
-            f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val)"
-        )
+        example = typed_path(path, there[0] if there else f"FILE{suffixes[0]}")
+        advice = f"; or one file alone, which is then divided: {example}"
         if all(any(word_of(split, name) for name in there) for split in ("train", "test")):
-            raise DataError(f"{needed}: rename the files.")
-        if len(there) > 1:
-            raise DataError(
-                f"{needed}; or one file with all rows, which is divided; or one of these files "
-                f"alone: {typed_path(path, there[0])}"
-            )
-        example = there[0] if there else f"FILE{suffixes[0]}"
-        raise DataError(f"{needed}; or a file, which is divided: {typed_path(path, example)}")
+            advice = ": rename the files."
+        raise DataError(
+            f"{path} has no train{suffixes[0]}, but {', '.join(there[:5]) or 'none of that kind'}. "
+            f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val){advice}"
+        )
     return found
 
 
