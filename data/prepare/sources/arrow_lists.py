@@ -73,15 +73,13 @@ class ArrowLists(ListColumn):
                 item = int(np.searchsorted(np.cumsum(counts), item, side="right"))
             return f"{path}, row {rows[int(places[item])]}"
 
+        self._least += [2**62] * (depth - len(self._least))
+        self._most += [0] * (depth - len(self._most))
         for level, counts in enumerate(lengths):
             if (counts < 0).any():
                 raise self._no_item(where(int((counts < 0).argmax()), level))
-            least, most = int(counts.min(initial=2**62)), int(counts.max(initial=0))
-            if level == len(self._most):
-                self._least.append(least)
-                self._most.append(most)
-            self._least[level] = min(self._least[level], least)
-            self._most[level] = max(self._most[level], most)
+            self._least[level] = int(counts.min(initial=self._least[level]))
+            self._most[level] = int(counts.max(initial=self._most[level]))
 
         lacking = items.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
         if lacking.any():
@@ -91,8 +89,7 @@ class ArrowLists(ListColumn):
             self._text_bytes += pc.sum(pc.binary_length(as_text(items))).as_py() or 0
             return
         numbers, _, wrong = numbers_of(items)
-        if numbers.dtype != np.int64:
-            wrong |= ~np.isfinite(numbers)
+        wrong |= ~np.isfinite(numbers)
         if wrong.any():
             first = int(wrong.argmax())
             raise DataError(
