@@ -60,8 +60,8 @@ def family_of(dtype: pa.DataType) -> str:
         return LISTS if family_of(items) or pa.types.is_null(items) else ""
     if dtype in _TEXTS or pa.types.is_fixed_size_binary(dtype):
         return TEXT
-    is_number = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal
-    return NUMBER if any(is_one(dtype) for is_one in is_number) or _is_time(dtype) else ""
+    is_number = pa.types.is_primitive(dtype) or pa.types.is_decimal(dtype)  # Times are primitive.
+    return NUMBER if is_number and not pa.types.is_interval(dtype) else ""
 
 
 def unit_of(dtype: pa.DataType) -> str:
