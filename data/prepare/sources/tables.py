@@ -131,9 +131,7 @@ def _examples(
 
 
 def taken(values: Any, places: Int64s) -> Any:
-    """The values at `places`, int64 [n]: all of an array of NumPy or Arrow if n is its length."""
-    if len(places) == len(values):
-        return values
+    """The values of an array of NumPy or Arrow at `places`, int64 [n]."""
     return values[places] if isinstance(values, np.ndarray) else values.take(places)
 
 
