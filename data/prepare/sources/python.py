@@ -28,7 +28,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from data.numerals import NUMBER
-from data.prepare.processes import in_processes
 from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, split_named
 from data.prepare.sources.arrow_columns import unit_of
@@ -40,6 +39,7 @@ from data.prepare.sources.arrow_tables import (
     rows_at_once,
 )
 from data.prepare.sources.tables import Chunk
+from data.prepare.writing import in_processes
 from data.system.errors import TrainerError, reason_lines
 from data.system.files import DataError
 
