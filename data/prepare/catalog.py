@@ -125,8 +125,7 @@ def nearest(name: str, others: Sequence[str] = ()) -> str:
 
 
 def open_source(name: str, path: str | None, options: Options) -> Source:
-    """The source of data set `name`, which is made from `path`. No example is read yet."""
-    check(name, options)
+    """The source of data set `name`, which `check` accepts. No example is read yet."""
     kind, colon, following = name.partition(":")
     if not colon and path is None and name not in _NAMES:
         near = nearest(name)

@@ -3,10 +3,10 @@
     def rows(): return {"train": ..., "test": ...}      # or one container, which is divided
     def rows(shard, num_shards): ...                    # part `shard` of `num_shards`
 
-The function is called once, or once for each part, by
-forked processes. So this process never imports what the file imports, such as TensorFlow, and can
-fork the processes that write. The rows are kept in files in TMPDIR, which have no name, until they
-are written. The parts are the same for every number of processes: so is the result.
+The function is called once, or once for each part, by forked processes. So this process never
+imports what the file imports, such as TensorFlow, and can fork the processes that write. The rows
+are kept in files in TMPDIR, which have no name, until they are written. The parts are the same for
+every number of processes: so is the result.
 """
 
 import collections
@@ -235,15 +235,9 @@ def _explained(error: BaseException, file: str, function: Function | None) -> st
 
 
 def batches(found: object, where: str) -> Iterator[pa.RecordBatch]:
-    """The rows of one split, in batches of some MiB. `where`: for messages.
+    """The rows of one split, in batches of some MiB; docs/data.md says what a row is of each.
 
-    | returned | a row is |
-    | --- | --- |
-    | an iterable of dicts | a dict |
-    | a tf.data.Dataset | an element: a dict, or (x, y), or (x, y, sample_weight) |
-    | a keras.utils.PyDataset | a row of a batch: of a dict, or of such a tuple |
-    | a table of pandas or Arrow: what has __arrow_c_stream__ | a row |
-    | a NumPy structured array | an item, with a column for each field |
+    `where`: for messages.
     """
     tf, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
     if isinstance(found, np.ndarray) and found.dtype.names:
