@@ -1,7 +1,7 @@
 """Examples -> TFRecord shards with their index, by one process or several.
 
     split = write_split(examples, "datasets/digits", "digits", "train", 4, num_examples)
-    squares = in_processes(lambda part, count_one: [x * x for x in part], [range(5), range(5, 9)])
+    squares = in_processes(lambda part, count_one: [x * x for x in part], 9, num_processes=2)
 
 Equal examples give equal files.
 """
@@ -13,7 +13,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -83,8 +83,7 @@ def write_split(
             counter = itertools.count(1)
             ends = write(range(num_shards), lambda: report(next(counter)))
         else:
-            cuts = [i * num_shards // num_parts for i in range(num_parts + 1)]
-            ends = in_processes(write, list(map(range, cuts, cuts[1:])), report)
+            ends = in_processes(write, num_shards, num_parts, report)
         for source, target in zip(partial, paths, strict=True):
             files.rename(source, target)
     finally:
@@ -108,11 +107,12 @@ def _write_shard(path: str, examples: Iterable[bytes], count_one: Callable[[], N
 
 def in_processes(
     work: Callable[[range, Callable[[], None]], list[T]],
-    parts: Sequence[range],
+    count: int,
+    num_processes: int,
     report: Callable[[int], None] = lambda count: None,
     name: str = "A writer of examples",
 ) -> list[T]:
-    """Calls `work` for each part in a forked process; returns all results in order.
+    """Calls `work` for each part of range(count) in a process; returns all results in order.
 
     `work` calls its second argument for each record, and `report` is called in this process with
     the sum. The processes end with this function. If this process dies, Linux ends them at once;
@@ -122,6 +122,8 @@ def in_processes(
     Raises:
         OSError: a process died. An error of `work` is raised here, too.
     """
+    cuts = [i * count // num_processes for i in range(num_processes + 1)]
+    parts = list(map(range, cuts, cuts[1:]))
     context = multiprocessing.get_context("fork")
     # Each process writes its own element, so no lock is needed that a killed process could hold.
     done = context.RawArray("q", len(parts))

@@ -105,18 +105,16 @@ def source(name: str, target: str, options: Options) -> Source:
         raise DataError(
             f"--processes must be 1 to {NUM_SHARDS}. Received: {processes}. Type --processes=2."
         )
-    cuts = [number * NUM_SHARDS // processes for number in range(processes + 1)]
-    parts = list(map(range, cuts, cuts[1:]))
     row_files = [_RowFile() for _ in range(NUM_SHARDS)]
 
     def work(part: range, count_one: Callable[[], None]) -> list[_PiecesBySplit]:
         return _called(target, part, row_files, count_one)
 
     if "tensorflow" in sys.modules:
-        found = [result for part in parts for result in work(part, lambda: None)]
+        found = work(range(NUM_SHARDS), lambda: None)
     else:
         with progress(target, None) as report:
-            found = in_processes(work, parts, report, name=f"--source={target}")
+            found = in_processes(work, NUM_SHARDS, processes, report, name=f"--source={target}")
     tables: dict[str, list[Chunk]] = {}
     starts: collections.Counter[str] = collections.Counter()  # By split: the rows before.
     for row_file, splits in zip(row_files, found, strict=False):  # One, if it takes no parts.
