@@ -324,6 +324,9 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     with pytest.raises(DataError, match=r"a\.csv is no Parquet file.*type csv:NAME"):
         parquet(tmp_path / "a.csv", tmp_path / "out")
+    pq.write_table(pa.table([[1], [2], [3]], names=["x", "z", "z"]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet has two columns 'z'"):
+        parquet(tmp_path / "b.parquet", tmp_path / "out")
     write(tmp_path / "in" / "train.parquet", {"x": [1]})
     write(tmp_path / "in" / "more.parquet", {"x": [1]})
     with pytest.raises(DataError, match=r"the splits are not clear: .*more\.parquet is of no"):

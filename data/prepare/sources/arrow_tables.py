@@ -115,13 +115,17 @@ def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[s
     chosen = columns_in(options.columns)
     named: dict[str, Sequence[str | None]]
     named = {"label": [options.label], "columns": chosen, "split_column": [options.split_column]}
+    for flag, columns in named.items():
+        for column in filter(None, columns):
+            if column not in there:
+                raise no_column(path, flag, column, there)
     needed = {*filter(None, itertools.chain(*named.values()))} if chosen else {*there}
     for chunk in chunks:
-        found = chunk.schema.names
-        if repeated := [name for name in found if found.count(name) > 1]:
-            raise DataError(f"{chunk.path} has two columns {repeated[0]!r}. Rename one.")
-        here = {name for name in found if not chosen or name in needed}
-        missing, more = sorted(needed.intersection(there) - here), sorted(here.difference(there))
+        found = {*chunk.schema.names}
+        if len(found) < len(chunk.schema.names):
+            twice = next(name for name in found if chunk.schema.names.count(name) > 1)
+            raise DataError(f"{chunk.path} has two columns {twice!r}. Rename one.")
+        missing, more = sorted(needed - found), [] if chosen else sorted(found - needed)
         if missing or more:
             said = [f"lacks {', '.join(missing)}"] if missing else []
             said += [f"also has {', '.join(more)}"] if more else []
@@ -131,10 +135,6 @@ def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[s
                 "label: --columns has those that are taken. --source may name one file, which is "
                 "then divided."
             )
-    for flag, columns in named.items():
-        for column in filter(None, columns):
-            if column not in there:
-                raise no_column(path, flag, column, there)
     names = [
         column
         for column in there
