@@ -19,7 +19,7 @@ from data.prepare.sources.columns import EMPTY, MISSING, WHOLE, WRONG, Array, Co
 from data.system.files import DataError
 from data.tfrecord.examples import Values
 
-LISTS = "lists"
+LISTS, NUMERIC = "lists", "numbers"
 _MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
 _LEAST_FLOAT32 = np.finfo(np.float32).smallest_normal
 _STORED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")  # Others become int64.
@@ -51,7 +51,7 @@ def plain(array: pa.Array) -> pa.Array:
 
 
 def family_of(dtype: pa.DataType) -> str:
-    """NUMBER, TEXT or LISTS; "" for the type of only missing values, and for refused types.
+    """NUMERIC, TEXT or LISTS; "" for the type of only missing values, and for refused types.
 
     `dtype` is a `plain_type`, here and below.
     """
@@ -61,11 +61,11 @@ def family_of(dtype: pa.DataType) -> str:
     if dtype in _TEXTS or pa.types.is_fixed_size_binary(dtype):
         return TEXT
     is_number = pa.types.is_primitive(dtype) or pa.types.is_decimal(dtype)  # Times are primitive.
-    return NUMBER if is_number and not pa.types.is_interval(dtype) else ""
+    return NUMERIC if is_number and not pa.types.is_interval(dtype) else ""
 
 
 def unit_of(dtype: pa.DataType) -> str:
-    """The type of times, such as timestamp[ms]; NUMBER; or "". For lists: of their items."""
+    """The type of times, such as timestamp[ms]; NUMERIC; or "". For lists: of their items."""
     if isinstance(dtype, _LIST_TYPES):
         return unit_of(dtype.value_type)
     if pa.types.is_timestamp(dtype) and dtype.tz:  # All are stored in UTC.
@@ -74,7 +74,7 @@ def unit_of(dtype: pa.DataType) -> str:
         return "date"
     if _is_time(dtype):
         return str(dtype)
-    return NUMBER if family_of(dtype) == NUMBER else ""
+    return NUMERIC if family_of(dtype) == NUMERIC else ""
 
 
 def _is_time(dtype: pa.DataType) -> bool:
@@ -239,7 +239,7 @@ def as_text(array: pa.Array) -> pa.Array:
     """Text, as large binary; missing values are empty."""
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
-    if family_of(array.type) == NUMBER:
+    if family_of(array.type) == NUMERIC:
         array = array.cast(pa.large_string())
     elif pa.types.is_fixed_size_binary(array.type):
         array = array.cast(pa.binary())

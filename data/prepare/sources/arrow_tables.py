@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data.numerals import NUMBER, TEXT
+from data.numerals import TEXT
 from data.prepare.sources import Options, Source, split_named
 from data.prepare.sources.arrow_columns import (
     LISTS,
+    NUMERIC,
     ArrowColumn,
     as_text,
     family_of,
@@ -183,13 +184,13 @@ def _columns(
         if mixed := next((found for found in (families, units) if len(found) > 1), None):
             (one, at), (other, there) = list(mixed.items())[:2]
             raise DataError(
-                f"{there.path}: column {name} has {_plural(other)} from row {there.first} on, and "
-                f"{_plural(one)} in {at.path} from row {at.first} on. Convert one of them, "
+                f"{there.path}: column {name} has {other} from row {there.first} on, and "
+                f"{one} in {at.path} from row {at.first} on. Convert one of them, "
                 "or leave it out: --columns has the columns that are taken."
             )
         how: dict[str, Any] = {"is_label": name == options.label, "declared": types.get(name, "")}
         if LISTS not in families:
-            is_number = NUMBER in families
+            is_number = NUMERIC in families
             columns[name] = ArrowColumn(name, is_number=is_number, texts=texts, **how)
         elif name == options.label or types.get(name, TEXT) != TEXT:
             flag = "label" if name == options.label else "integer or --float"
@@ -199,10 +200,6 @@ def _columns(
         else:
             columns[name] = ArrowLists(name, texts=texts, **how)
     return columns
-
-
-def _plural(family: str) -> str:
-    return f"{family}s" if family == "number" else family
 
 
 def _types_note(

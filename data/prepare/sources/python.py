@@ -27,10 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data.numerals import NUMBER
 from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, split_named
-from data.prepare.sources.arrow_columns import unit_of
+from data.prepare.sources.arrow_columns import NUMERIC, unit_of
 from data.prepare.sources.arrow_tables import (
     BATCH_BYTES,
     BATCH_ROWS,
@@ -355,7 +354,7 @@ def _array(values: Column) -> pa.Array:
             except OverflowError:
                 return pa.array(values, pa.uint64())
             # Arrow would take the hour from a time among dates, and make times of integers.
-            if unit_of(array.type) not in ("", NUMBER) and len({*_units(values)}) > 1:
+            if unit_of(array.type) not in ("", NUMERIC) and len({*_units(values)}) > 1:
                 raise TypeError("their units differ")
             return array
         values = np.stack(arrays)
