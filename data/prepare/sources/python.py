@@ -44,7 +44,7 @@ from data.system.files import DataError
 
 # Values may be of any type that Arrow or NumPy takes.
 Row: TypeAlias = Mapping[str, Any]
-Column: TypeAlias = list[Any] | npt.NDArray[Any]
+ColumnValues: TypeAlias = list[Any] | npt.NDArray[Any]
 CONTAINERS = (
     "an iterable of dicts, a tf.data.Dataset, a keras.utils.PyDataset, a table of pandas or Arrow, "
     "or a NumPy structured array"
@@ -329,7 +329,7 @@ def _batch_of(rows: Sequence[Row], where: str) -> pa.RecordBatch:
     return _batch({name: [row[name] for row in rows] for name in rows[0]}, where)
 
 
-def _batch(columns: Mapping[str, Column], where: str) -> pa.RecordBatch:
+def _batch(columns: Mapping[str, ColumnValues], where: str) -> pa.RecordBatch:
     arrays = {}
     for name, values in columns.items():
         try:
@@ -344,7 +344,7 @@ def _batch(columns: Mapping[str, Column], where: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(arrays)
 
 
-def _array(values: Column) -> pa.Array:
+def _array(values: ColumnValues) -> pa.Array:
     if not isinstance(values, np.ndarray):
         arrays = [value for value in values if isinstance(value, np.ndarray)]
         kinds = {(array.shape, array.dtype) for array in arrays}
