@@ -1,7 +1,7 @@
 """Examples -> TFRecord shards with their index, by one process or several.
 
     split = write_split(examples, "datasets/digits", "digits", "train", 4, num_examples)
-    squares = in_processes(lambda part, count_one: [x * x for x in part], 9, num_processes=2)
+    squares = in_processes(lambda part, count_one: [x * x for x in part], 9, 2, print)
 
 Equal examples give equal files.
 """
@@ -109,10 +109,10 @@ def in_processes(
     work: Callable[[range, Callable[[], None]], list[T]],
     count: int,
     num_processes: int,
-    report: Callable[[int], None] = lambda count: None,
+    report: Callable[[int], None],
     name: str = "A writer of examples",
 ) -> list[T]:
-    """Calls `work` for each part of range(count) in a process; returns all results in order.
+    """Calls `work` for each part of range(count) in a forked process; returns the results in order.
 
     `work` calls its second argument for each record, and `report` is called in this process with
     the sum. The processes end with this function. If this process dies, Linux ends them at once;

@@ -205,6 +205,10 @@ class Column:
             )
 
     @property
+    def _num_missing(self) -> int:
+        return self.counts[EMPTY] + self.counts[MISSING]
+
+    @property
     def num_missing(self) -> int:
         """The number of missing values. In text, only the empty values of a label are missing."""
         if self.kind == TEXT and not (self.is_label and EMPTY in self._first):
@@ -238,10 +242,6 @@ class Column:
             where, value = first[unfit]
             why = f"a number {'has no separators as in' if unfit == GROUPED else 'would change'}"
             yield f"{where}: column {self.name} is text, because {why} {value!r}"
-
-    @property
-    def _num_missing(self) -> int:
-        return self.counts[EMPTY] + self.counts[MISSING]
 
     def feature(self) -> TableColumn:
         """The column as a feature, after `finish`."""

@@ -126,8 +126,10 @@ class Lists(ListColumn):
                 kind = kind_of(item)
                 if kind != CODE:
                     kind = INTEGER if kind in INTEGERS else TEXT
-                for found in (kind, *([item] if item == str(PADDING) else [])):
-                    first.setdefault(found, First(f"{path}, {self.unit} {row}", item))
+                if kind not in first:
+                    first[kind] = First(f"{path}, {self.unit} {row}", item)
+                if item == str(PADDING):
+                    first.setdefault(item, First(f"{path}, {self.unit} {row}", item))
 
     @override
     def finish(self, missing: Missing) -> None:
