@@ -24,14 +24,7 @@ from data.prepare.sources.arrow_columns import (
     numbers_of,
     texts_of,
 )
-from data.prepare.sources.columns import (
-    MISSING,
-    Array,
-    First,
-    ListColumn,
-    Mask,
-    Missing,
-)
+from data.prepare.sources.columns import MISSING, Array, First, ListColumn, Mask, Missing
 from data.prepare.sources.examples import Classes
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
