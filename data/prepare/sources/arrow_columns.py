@@ -16,13 +16,13 @@ from typing_extensions import override
 
 from data.numerals import CODE, DOUBLE, INTEGER, INTEGERS, LONG, LONGEST, NUMBER, TEXT
 from data.prepare.sources.columns import EMPTY, MISSING, WHOLE, WRONG, Array, Column, Mask
+from data.prepare.sources.examples import LISTED
 from data.system.files import DataError
 from data.tfrecord.examples import Values
 
 LISTS, NUMERIC = "lists", "numbers"
 _MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
 _LEAST_FLOAT32 = np.finfo(np.float32).smallest_normal
-_STORED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")  # Others become int64.
 _LIST_TYPES = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
@@ -165,7 +165,7 @@ class ArrowColumn(Column):
         if self.kind != INTEGER:
             return super()._dtype
         (dtype,) = {str(dtype) for dtype in self._types} if len(self._types) == 1 else {""}
-        is_same = dtype in _STORED and not (self.num_missing and self.missing.kind)
+        is_same = dtype in LISTED and not (self.num_missing and self.missing.kind)
         return dtype if is_same else "int64"
 
     @property

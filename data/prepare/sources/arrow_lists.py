@@ -25,13 +25,10 @@ from data.prepare.sources.arrow_columns import (
     texts_of,
 )
 from data.prepare.sources.columns import MISSING, Array, First, ListColumn, Mask, Missing
-from data.prepare.sources.examples import Classes
+from data.prepare.sources.examples import RAW, Classes
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
 from data.tfrecord.examples import PADDING, Values, fixed
-
-# Types that tf.io.decode_raw reads. Others become int64; of bool, uint8.
-_STORED = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float32", "float64")
 
 
 class ArrowLists(ListColumn):
@@ -191,4 +188,4 @@ def _dtype_of(dtype: pa.DataType, values: Array) -> str:
     if pa.types.is_float16(dtype):
         return "float16"
     name = values.dtype.name if values.dtype.kind == "f" else str(dtype)
-    return name if name in _STORED else "int64"
+    return name if name in RAW else "int64"

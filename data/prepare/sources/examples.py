@@ -29,6 +29,9 @@ Node = Mapping[str, object]
 # The images of a split, uint8 [N, H, W, C], and their classes, [N], or [N, L] for L labels.
 ImageArrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
 
+# Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
+RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
+LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
 _CLASSES = "tensorflow_datasets.core.features."
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from data.prepare.sources import Options, Source
 from data.prepare.sources.columns import Array, TableColumn
-from data.prepare.sources.examples import Classes, classes_of, scalar, tensor, text
+from data.prepare.sources.examples import LISTED, RAW, Classes, classes_of, scalar, tensor, text
 from data.prepare.sources.tables import Batch, Chunk, common_columns, split_files, table_source
 from data.system.files import DataError
 from data.tfrecord.examples import Values, fixed
@@ -28,9 +28,6 @@ _COLUMN_OF_SPLIT = re.compile(rf"(?P<column>.+)_(?P<split>{_SPLITS})")
 _SPLIT_OF_COLUMN = re.compile(rf"(?P<split>{_SPLITS})_(?P<column>.+)")
 _BLOCK_BYTES = 1 << 18
 _LABEL_ROWS = 4096
-# Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
-_RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
-_LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -58,20 +55,20 @@ class _Column(NamedTuple):
     @property
     def is_list(self) -> bool:
         """True if a record holds a row as a list with one number, or as one string."""
-        return len(self.shape) == 1 and (self.dtype.kind in "US" or self.dtype.name in _LISTED)
+        return len(self.shape) == 1 and (self.dtype.kind in "US" or self.dtype.name in LISTED)
 
     def feature(self) -> TableColumn:
         """The column as a feature."""
         if self.is_list:
             node = text() if self.dtype.kind in "US" else scalar(self.dtype.name)
-        elif self.dtype.name in _RAW:
+        elif self.dtype.name in RAW:
             node = tensor(self.dtype.name, self.shape[1:])
         else:
             name = self.member.removesuffix(".npy")
             raise DataError(
                 f"{self.path}: {name} is {self.dtype.name} {list(self.shape)}, which a record "
                 f"cannot hold. Save {name}.astype(np.int64), for example: one of "
-                f"{', '.join(_RAW)}, or strings [N], which keep ids above 2**63."
+                f"{', '.join(RAW)}, or strings [N], which keep ids above 2**63."
             )
         return TableColumn(node, self.row_bytes, self.convert)
 
