@@ -8,7 +8,8 @@ shards share this memory.
 """
 
 import os
-import warnings
+import subprocess
+import sys
 
 import numpy as np
 import scipy.io
@@ -18,6 +19,12 @@ from data.prepare.sources.examples import Classes, ImageArrays, labelled_images
 from data.system.files import DataError
 
 _SHAPE = (32, 32, 3)
+# SciPy only warns of a variable that it cannot read, and returns a text in its place.
+_TRY_TO_LOAD = """
+import sys, warnings, scipy.io
+warnings.simplefilter("error", scipy.io.matlab.MatReadWarning)
+scipy.io.loadmat(sys.argv[1])
+"""
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -37,16 +44,18 @@ def source(name: str, path: str, options: Options) -> Source:
 
 
 def _arrays(path: str) -> ImageArrays:
-    try:
-        with warnings.catch_warnings():
-            # Of a variable that it cannot read, SciPy only warns.
-            warnings.simplefilter("error", scipy.io.matlab.MatReadWarning)
-            loaded = scipy.io.loadmat(path)
-    except Exception as error:  # SciPy has no class of errors for damaged files.
+    # A wrong data type in a damaged file makes SciPy 1.17 read at a random address and die of
+    # SIGSEGV. So another process reads the file first.
+    tried = subprocess.run(
+        [sys.executable, "-P", "-c", _TRY_TO_LOAD, path], capture_output=True, text=True
+    )
+    if tried.returncode:
+        reason = (tried.stderr.splitlines() or [f"SciPy ended with {tried.returncode}"])[-1]
         raise DataError(
-            f"{path} is not a MAT file, or is damaged or cut short ({error}). Download it again, "
+            f"{path} is not a MAT file, or is damaged or cut short ({reason}). Download it again, "
             "or save it again with scipy.io.savemat."
-        ) from None
+        )
+    loaded = scipy.io.loadmat(path)
     variables = {key: array for key, array in loaded.items() if isinstance(array, np.ndarray)}
     if not {"X", "y"} <= variables.keys():
         raise DataError(
@@ -58,6 +67,8 @@ def _arrays(path: str) -> ImageArrays:
             f"{path} has X of {pixels.dtype} {list(pixels.shape)} and {len(labels)} labels; needed "
             "is uint8 [32, 32, 3, N] and N labels."
         )
+    if labels.dtype.kind not in "iuf":
+        raise DataError(f"{path}: y holds no real numbers.")
     if not np.isin(labels, range(1, 11)).all():
         raise DataError(f"{path} has labels other than 1 to 10: it is not SVHN's.")
     return pixels.transpose(3, 0, 1, 2), labels.astype(np.int64) % 10
