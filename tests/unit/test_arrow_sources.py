@@ -301,6 +301,7 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
             {},
             "row 1: column x has 'null', but '1' in .*row 0: 1",
         ),
+        ({"x": moments(NO_ZONE, 1)}, {"text": "x"}, "Nowhere/City.* cannot become text: .*tzdata"),
         (
             {"x": pa.array([b"caf\xe9"]).view(pa.string())},
             {"float": "x"},

@@ -240,7 +240,13 @@ def as_text(array: pa.Array) -> pa.Array:
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
     if family_of(array.type) == NUMERIC:
-        array = array.cast(pa.large_string())
+        try:
+            array = array.cast(pa.large_string())
+        except pa.ArrowInvalid as error:  # Of times whose time zone the system does not know.
+            raise DataError(
+                f"{array.type} cannot become text: {error}. Install tzdata, a package of the "
+                "operating system; or leave such columns out of --text."
+            ) from None
     elif pa.types.is_fixed_size_binary(array.type):
         array = array.cast(pa.binary())
     return array.cast(pa.large_binary()).fill_null(b"")
