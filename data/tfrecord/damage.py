@@ -96,11 +96,7 @@ def open_good(data_dir: str, split: str) -> Split:
 
 
 def _starts(path: str, run: Run) -> Int64s:
-    try:
-        with files.open_file(path) as file:
-            return frames.walk(file, path, run.begin, run.end, run.first_record)
-    except BadRecord as error:
-        raise DataError(f"{error.damage}: it was changed while it was read.") from None
+    return records.record_starts(path, run.end, files.parent(path), run.begin, run.first_record)
 
 
 def readable(items: Iterable[T]) -> Iterator[T]:
@@ -226,7 +222,6 @@ def _saved_or_examined(data_dir: str, split: str) -> list[ShardReport]:
     _log.info("Verifying every record of split %r in %s, once.", split, data_dir)
     reports = examine(data_dir, split)
     if not any(report.damages for report in reports):
-        _remove_foreign_index(data_dir, split, reports)
         records.open_split(data_dir, split)  # Writes the index, whose stamp is saved too.
     document = {
         **key,
@@ -251,18 +246,6 @@ def _saved_or_examined(data_dir: str, split: str) -> list[ShardReport]:
         why = f"{error.strerror}, so every process verifies all records again"
         _log.warning("%s was not saved (%s). Make the directory writable once.", path, why)
     return reports
-
-
-def _remove_foreign_index(data_dir: str, split: str, reports: list[ShardReport]) -> None:
-    """Removes an index that does not fit the records of undamaged files."""
-    if (index := records.load_index(data_dir, split)) is None:
-        return
-    for report, shard in zip(reports, index.shards, strict=False):
-        if not _is_indexed(report, shard, index.chunk_examples):
-            path = records.index_path(data_dir, split)
-            _log.warning("%s does not fit %s, which is complete: removed.", path, report.path)
-            files.remove_file(path)
-            return
 
 
 def _key(data_dir: str, split: str) -> dict[str, object]:
