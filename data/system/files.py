@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from glob import iglob
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import BinaryIO, TypeVar, cast
 
@@ -193,7 +194,7 @@ def open_file(path: str) -> BinaryIO:
         return open(path, "rb", buffering=0)
     except PermissionError:
         raise DataError(
-            f"{path} cannot be read by this user (permission denied): chmod a+r {path}"
+            f"{path} cannot be read by this user (permission denied): chmod a+r {quote(path)}"
         ) from None
 
 

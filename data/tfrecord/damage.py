@@ -20,6 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from shlex import quote
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -80,7 +81,8 @@ def open_good(data_dir: str, split: str) -> Split:
             raise DataError(
                 f"{damage}. How many records are lost with it cannot be counted: neither "
                 "dataset_info.json nor an index from before tells. Copy the file again; or copy "
-                f"the other records: python -m data.inspect --data_dir={data_dir} --repair=NEW_DIR"
+                f"the other records: python -m data.inspect --data_dir={quote(data_dir)} "
+                "--repair=NEW_DIR"
             )
     runs = [(report, run) for report in reports for run in report.runs]
     if not runs:

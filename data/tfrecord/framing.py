@@ -17,6 +17,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
+from shlex import quote
 from typing import BinaryIO
 
 import google_crc32c
@@ -178,5 +179,6 @@ def refuse_compressed(path: str, data_dir: str) -> None:
     source = data_dir.rstrip("/") or "."
     raise DataError(
         f"{path} is compressed ({compression}), so it is not seekable. Rewrite the directory once: "
-        f"python -m data.prepare rewrite --source={source} --data_dir={source}-plain"
+        f"python -m data.prepare rewrite --source={quote(source)} "
+        f"--data_dir={quote(f'{source}-plain')}"
     ) from None

@@ -15,6 +15,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Iterator
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -321,7 +322,7 @@ def _fitting_index(data_dir: str, split: str, paths: list[str], sizes: list[int]
             raise DataError(
                 f"{shard.path} has {size:,} bytes, and had {shard.num_bytes:,} when {path} was "
                 "made: it was cut short, or replaced. Copy the file again; or, if it is as it "
-                f"should be, remove its index: rm {path}"
+                f"should be, remove its index: rm {quote(path)}"
             )
     _check_lengths(data_dir, saved)
     return saved
