@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import re
+from pathlib import Path
 from shlex import quote
 
 from data.system import files
@@ -170,7 +171,7 @@ def nothing_found(data_dir: str, split: str) -> str:
         if set(others) & set(SPLIT_NAMES) or not unnamed:
             return message
         return f"{message} Or, if these are no splits: {_how_to_split(data_dir, unnamed)}"
-    if below := _dirs_with_shards(data_dir, names):
+    if below := _dirs_with_shards(data_dir):
         found = f"{below[0]} does: --data_dir={quote(below[0])}"
         return f"{data_dir} holds no TFRecord shards, but {found}"
     if unnamed := _any_names(data_dir):
@@ -227,19 +228,14 @@ def _any_names(directory: str) -> list[str]:
     return sorted(name for name in files.files_in(directory) if _SHARD.fullmatch(name))
 
 
-def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
+def _dirs_with_shards(data_dir: str) -> list[str]:
     """The directories one or two levels below `data_dir` to give as --data_dir."""
+    top = Path(data_dir)
     if files.is_url(data_dir):
         return []
-    found = []
-    for top in (os.path.join(data_dir, name) for name in names):
-        for root, dirs, inside in os.walk(top, followlinks=True):
-            if _split_names(inside):
-                is_split = os.path.basename(root).lower() in SPLIT_DIRS
-                found.append(os.path.dirname(root) if is_split else root)
-            if root != top:
-                dirs.clear()
-    return sorted(found)
+    below = [*top.glob("*/"), *top.glob("*/*/")]
+    found = [path for path in below if _split_names([inside.name for inside in path.glob("*")])]
+    return sorted(str(path.parent if path.name.lower() in SPLIT_DIRS else path) for path in found)
 
 
 def _list(data_dir: str) -> list[str]:
