@@ -183,7 +183,7 @@ def _good_split(shards: Sequence[damage.ShardReport], num_good: int) -> SourceSp
     def records_of(number: int, low: int, high: int) -> Iterator[bytes]:
         path, run = runs[number]
         found = read_records(path, run.begin, run.end, run.first_record)
-        return damage.readable(itertools.islice(found, low, high))
+        return itertools.islice(found, low, high)
 
     return SourceSplit(
         num_good,

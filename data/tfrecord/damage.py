@@ -19,9 +19,8 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
 from shlex import quote
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,10 +30,8 @@ from data.tfrecord import framing as frames
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
 from data.tfrecord.crc import FRAME_BYTES, HEADER_BYTES, Int64s
-from data.tfrecord.framing import BadRecord, Damage
+from data.tfrecord.framing import Damage
 from data.tfrecord.split import Shard, Split
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -99,17 +96,6 @@ def open_good(data_dir: str, split: str) -> Split:
 
 def _starts(path: str, run: Run) -> Int64s:
     return records.record_starts(path, run.end, files.parent(path), run.begin, run.first_record)
-
-
-def readable(items: Iterable[T]) -> Iterator[T]:
-    """Yields what is made of records; a damaged record is a DataError."""
-    try:
-        yield from items
-    except BadRecord as error:
-        raise DataError(
-            f"Records are corrupt ({error.damage}). To name all of them: "
-            "python -m data.inspect --data_dir=DIR --verify"
-        ) from None
 
 
 def examine(data_dir: str, split: str) -> list[ShardReport]:

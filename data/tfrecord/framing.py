@@ -54,11 +54,14 @@ class Damage:
         return f"{self.path}: record {self.record} at byte {self.offset}: {self.reason}"
 
 
-class BadRecord(Exception):
+class BadRecord(DataError):
     """A damaged record was met."""
 
     def __init__(self, damage: Damage) -> None:
-        super().__init__(str(damage))
+        super().__init__(
+            f"Records are corrupt ({damage}). To name all of them: "
+            "python -m data.inspect --data_dir=DIR --verify"
+        )
         self.damage = damage
 
 
