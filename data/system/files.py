@@ -278,10 +278,8 @@ def partial_name(path: str) -> str:
 
 
 def rename(source: str, target: str) -> None:
-    """Moves a file; overwrites `target`."""
-    if is_s3(target):
-        object_store.rename(source, target)
-    elif is_url(target):
+    """Moves a file; overwrites `target`. Not for s3://."""
+    if is_url(target):
         _gfile(lambda gfile: gfile.rename(source, target, overwrite=True))
     else:
         os.replace(source, target)
