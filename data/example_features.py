@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -120,7 +119,7 @@ def parse_columns(serialized: "tf.Tensor", columns: Mapping[str, Column]) -> "di
 
 def read_features(data_dir: str) -> Features:
     """The features that `features.json` in `data_dir` describes."""
-    path = f"{os.fspath(data_dir).rstrip('/')}/features.json"
+    path = files.join(data_dir, "features.json")
     try:
         tree = json.loads(files.read_text(path))
         return Features(_flatten("", tree["featuresDict"]["features"]), path)

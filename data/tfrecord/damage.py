@@ -18,7 +18,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
 from shlex import quote
 from typing import NamedTuple
 
@@ -68,7 +67,6 @@ def open_good(data_dir: str, split: str) -> Split:
     has other lengths. A damaged split is walked at each opening; if that takes long, copy it:
     `python -m data.inspect --data_dir=DIR --repair=NEW_DIR`.
     """
-    data_dir = os.fspath(data_dir)
     reports = _saved_or_examined(data_dir, split)
     damages = tuple(damage for report in reports for damage in report.damages)
     if not damages:
@@ -76,8 +74,8 @@ def open_good(data_dir: str, split: str) -> Split:
     for damage in damages:
         if damage.num_records is None:
             raise DataError(
-                f"{damage}. How many records are lost with it cannot be counted: neither "
-                "dataset_info.json nor an index from before tells. Copy the file again; or copy "
+                f"{damage}, and cannot be counted: neither dataset_info.json nor an index from "
+                "before tells. Copy the file again; or copy "
                 f"the other records: python -m data.inspect --data_dir={quote(data_dir)} "
                 "--repair=NEW_DIR"
             )
@@ -265,10 +263,3 @@ def _load(path: str, key: dict[str, object], data_dir: str) -> list[ShardReport]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _log.warning("%s cannot be read (%s): verifying again.", path, error)
         return None
-
-
-def also_lost(found: Damage) -> str:
-    """Says how many records are lost with the damaged one; "" if none is."""
-    if found.num_records is None:
-        return "; an unknown number of records is lost"
-    return f"; {found.num_records:,} records are lost" if found.num_records > 1 else ""

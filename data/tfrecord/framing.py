@@ -51,7 +51,12 @@ class Damage:
     num_records: int | None = 1
 
     def __str__(self) -> str:
-        return f"{self.path}: record {self.record} at byte {self.offset}: {self.reason}"
+        lost = ""
+        if self.num_records is None:
+            lost = "; an unknown number of records is lost"
+        elif self.num_records > 1:
+            lost = f"; {self.num_records:,} records are lost"
+        return f"{self.path}: record {self.record} at byte {self.offset}: {self.reason}{lost}"
 
 
 class BadRecord(DataError):

@@ -136,7 +136,6 @@ def open_split(data_dir: str, split: str) -> Split:
     A saved index is used if it fits. Otherwise the record headers are read, about a million a
     second, and the index is saved if the directory can be written to.
     """
-    data_dir = os.fspath(data_dir)
     paths = shard_paths(data_dir, split)
     sizes = files.sizes_of(paths)
     indexed = _fitting_index(data_dir, split, paths, sizes)
