@@ -63,11 +63,12 @@ class BadRecord(DataError):
     """A damaged record was met."""
 
     def __init__(self, damage: Damage) -> None:
-        super().__init__(
-            f"Records are corrupt ({damage}). To name all of them: "
-            "python -m data.inspect --data_dir=DIR --verify"
-        )
+        super().__init__(damage)  # Not the message: an error may be pickled.
         self.damage = damage
+
+    def __str__(self) -> str:
+        advice = "To name all of them: python -m data.inspect --data_dir=DIR --verify"
+        return f"Records are corrupt ({self.damage}). {advice}"
 
 
 def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s:
