@@ -134,4 +134,4 @@ def _main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     with ends_with_reader():
-        app.run(_main, flags_parser=parse_flags("data.prepare"))
+        app.run(_main, flags_parser=parse_flags("data.prepare", {"out": "data_dir"}))

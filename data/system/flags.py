@@ -4,7 +4,8 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from absl import flags
 
@@ -69,8 +70,13 @@ def with_home(argv: Sequence[str]) -> list[str]:
     ]
 
 
-def parse_flags(program: str) -> Callable[[Sequence[str]], list[str]]:
-    """A `flags_parser` for absl.app.run. Each message begins with `program`."""
+def parse_flags(
+    program: str, renamed: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Sequence[str]], list[str]]:
+    """A `flags_parser` for absl.app.run. Each message begins with `program`.
+
+    `renamed`: former name of a flag -> its name today, for the message about the former name.
+    """
 
     def parse(argv: Sequence[str]) -> list[str]:
         show_help(argv)
@@ -79,6 +85,8 @@ def parse_flags(program: str) -> Callable[[Sequence[str]], list[str]]:
             return flags.FLAGS(with_home(argv))  # type: ignore[no-any-return]
         except flags.Error as error:
             message = f"{error}. --help lists the flags"
+            if isinstance(error, flags.UnrecognizedFlagError) and error.flagname in renamed:
+                message = f"--{error.flagname} has a new name: write --{renamed[error.flagname]}"
         except UsageError as error:
             message = str(error).rstrip(".")
         print(f"{program}: {message}.", file=sys.stderr)

@@ -24,7 +24,7 @@ for line in sys.stdin:
     if not child:
         os.chdir(directory)
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        app.run(_main, flags_parser=parse_flags("data.prepare"))
+        app.run(_main, flags_parser=parse_flags("data.prepare", {"out": "data_dir"}))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 Run = Callable[[str], tuple[int, str]]
