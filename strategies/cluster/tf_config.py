@@ -13,7 +13,7 @@ A job is a list of addresses, or the map that Kubernetes operators write for ela
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -243,17 +243,11 @@ def check_cluster(
     return cluster
 
 
-def local_cluster(
-    strategy: str,
-    num_workers: int,
-    num_ps: int,
-    choose_ports: Callable[[int], list[int]] = free_ports,
-) -> Cluster:
+def local_cluster(strategy: str, num_workers: int, num_ps: int) -> Cluster:
     """A cluster on this machine, on ports that are free now, seen from its chief.
 
     mirrored and multiworker have `num_workers` workers; ps also has a chief and `num_ps` ps tasks.
-    Another program may still take a port before its task starts. `choose_ports` finds ports in the
-    network namespace of the tasks.
+    Another program may still take a port before its task starts.
 
     Raises:
         ClusterError: fewer than one worker, or fewer than one ps under ps.
@@ -272,7 +266,7 @@ def local_cluster(
     if strategy == "ps":
         sizes = {"chief": 1, "worker": num_workers, "ps": num_ps}
     try:
-        ports = iter(choose_ports(sum(sizes.values())))
+        ports = iter(free_ports(sum(sizes.values())))
     except OSError as error:
         raise ClusterError(f"{error}. End what listens on them, or use fewer tasks.") from None
     jobs = {job: {i: f"localhost:{next(ports)}" for i in range(n)} for job, n in sizes.items()}

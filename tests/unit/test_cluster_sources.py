@@ -402,7 +402,10 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     (f"{RUN} --cluster=hosts", {}, "error: --cluster=hosts needs the hosts..."),
     (f"{RUN} --cluster=slurm --hosts=a", SLURM, "error: --hosts and --cluster=slurm are two..."),
     (f"{RUN} --worker_hosts=a:1 --port=7", {}, "error: --worker_hosts describes the cluster..."),
-    (f"{RUN} --cluster=local --worker_hosts=a:1", {}, "error: --cluster=local is a cluster on..."),
+    (f"{RUN} --cluster=local --worker_hosts=a:1", {}, "error: --cluster=local is a ..."),
+    (f"{RUN} --cluster=slurm --worker_hosts=a:1", SLURM, "error: --cluster=slurm is a ..."),
+    (f"{RUN} --cluster=slurm --job_name=worker", SLURM, "error: --cluster=slurm is a ..."),
+    (f"{RUN} --job_name=worker", SLURM, "error: --job_name says which task this process is..."),
 ]
 
 
