@@ -95,7 +95,7 @@ def verify(data_dir: str, splits: Sequence[str]) -> Iterator[tuple[str, bool]]:
             continue
         for shard in damage.examine(data_dir, name):
             for found in shard.damages:
-                yield f"{found}{damage.also_lost(found)}", True
+                yield str(found), True
             if not shard.damages:
                 yield f"{shard.path}: {shard.num_good:,} records, complete", False
 
@@ -178,7 +178,7 @@ def _counts(data_dir: str, split: records.Split, label: str) -> Iterator[str]:
     batches = records.batched_records(split, _BATCH)
     classes_of = (tf.io.parse_example(tf.constant(batch), spec)[label] for batch in batches)
     try:
-        for batch in damage.readable(classes_of):
+        for batch in classes_of:
             counts.update(batch.values.numpy().tolist())
             num_without += int(tf.math.count_nonzero(batch.row_lengths() == 0))
     except tf.errors.InvalidArgumentError:
@@ -197,7 +197,7 @@ def _counts(data_dir: str, split: records.Split, label: str) -> Iterator[str]:
 
 
 def _records(split: records.Split) -> Iterator[bytes]:
-    yield from itertools.chain.from_iterable(damage.readable(records.batched_records(split, 1)))
+    yield from itertools.chain.from_iterable(records.batched_records(split, 1))
 
 
 def _shown(record: bytes) -> str:

@@ -163,7 +163,7 @@ def repair(data_dir: str, splits: Sequence[str], out: str) -> list[str]:
         has_unknown = any(item.num_records is None for item in found)
         unknown = " and some that cannot be counted" if has_unknown else ""
         lines.append(f"{name}: {num_good:,} records copied, {num_lost:,}{unknown} left out")
-        lines += [f"  {item}{damage.also_lost(item)}" for item in found]
+        lines += [f"  {item}" for item in found]
         if num_good:
             good[name] = _good_split(shards, num_good)
     if not good:
@@ -181,7 +181,7 @@ def _good_split(shards: Sequence[damage.ShardReport], num_good: int) -> SourceSp
     def records_of(number: int, low: int, high: int) -> Iterator[bytes]:
         path, run = runs[number]
         found = read_records(path, run.begin, run.end, run.first_record)
-        return damage.readable(itertools.islice(found, low, high))
+        return itertools.islice(found, low, high)
 
     return SourceSplit(
         num_good,
