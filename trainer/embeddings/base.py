@@ -53,10 +53,15 @@ class Part:
         self, layer: "ShardedEmbedding", index: int, rows: tf.Variable, num_rows: int
     ) -> None:
         """`num_rows` is 0 if it is not fixed; a dry run makes `rows` without rows."""
-        self.rows, self.variables = rows, {"rows": rows}
+        self.rows = rows
+        self._layer, self._index, self._num_rows = layer, index, num_rows
+        self.forget_slots()
+
+    def forget_slots(self) -> None:
+        """Leaves only the rows: a new Learner of the same model makes its own slots."""
+        self.variables = {"rows": self.rows}
         self.changed: tf.Variable | None = None
         self.marks_changes = False
-        self._layer, self._index, self._num_rows = layer, index, num_rows
 
     def add_slots(self, *, marks_changes: bool) -> None:
         """Makes the optimizer slots; called in the strategy's scope.
@@ -179,13 +184,6 @@ class Table(SplitVariable):
         """Returns the ids whose rows changed since the last call, sorted; `step` steps are done."""
         raise NotImplementedError
 
-    def forget_slots(self) -> None:
-        """Forgets the slots, marks and graphs that a former Learner of the same model has made."""
-        for part in self._parts:
-            part.variables, part.changed = {"rows": part.rows}, None
-        for graph in ("_values_in_graph", "_set_values_in_graph"):
-            vars(self).pop(graph, None)
-
     def make_graphs(self) -> None:
         """Traces the graphs that a run needs. Under ps all tasks must answer meanwhile."""
         for graph in (self._values_in_graph, self._set_values_in_graph, *self._graphs):
@@ -224,7 +222,7 @@ class Table(SplitVariable):
 
     @functools.cached_property
     def _set_values_in_graph(self) -> Graph:
-        """Not made with the table: a dynamic table gets its slots later."""
+        """Not made with the table, which gets its slots later."""
         values = {
             name: tf.TensorSpec([None, *variable.shape[1:]], variable.dtype)
             for name, variable in self._parts[0].variables.items()

@@ -50,11 +50,6 @@ class DynamicTable(Table):
         self._parts: Sequence[DynamicPart] = parts
         self.layer = layer
         self._has_warned = False
-        self.forget_slots()
-
-    @override
-    def forget_slots(self) -> None:
-        super().forget_slots()
         self._saved_step = 0
         step = tf.TensorSpec([], tf.int64)
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
@@ -67,7 +62,6 @@ class DynamicTable(Table):
             made.append(tf.function(no_autograph(call), input_signature=specs))
             return made[-1]
 
-        parts = self._parts
         self._last_steps_in_graph = graph([part.last_steps for part in parts])
         self._index_in_graph = graph([part.index for part in parts])
         self._evict_in_graph = graph([part.evict for part in parts], step)

@@ -78,6 +78,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
     Attributes:
         table: The complete table, FixedTable or DynamicTable; None before the layer is built.
+        num_rows: The number of rows of the table; 0 if it is not fixed.
         parts: Its parts, FixedParts or DynamicParts.
         optimizer: A TableOptimizer.
         stores_rows: False in a dry run, and after `freeze`.
@@ -134,9 +135,7 @@ class ShardedEmbedding(keras.layers.Layer):
             ConfigError: an argument is out of range.
         """
         super().__init__(**kwargs)
-        object.__setattr__(self, "table", None)
-        object.__setattr__(self, "parts", [])
-        object.__setattr__(self, "frozen", [])
+        self._set_untracked(table=None, parts=[], frozen=[])
         if self.variable_dtype not in ("float32", "float64"):
             raise ConfigError(
                 f"ShardedEmbedding: rows are float32 or float64. Received: the dtype policy "
@@ -189,7 +188,7 @@ class ShardedEmbedding(keras.layers.Layer):
                 "whose values depend on the shape of the table."
             )
         self._sizes = tuple(sizes)
-        self._num_rows = sum(sizes)
+        self.num_rows = sum(sizes)
 
     @override
     def build(self, input_shape: Sequence[int | None]) -> None:
@@ -199,33 +198,40 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"Received: shape {tuple(input_shape)}. Leave combiner out for one id, or use "
                 "keras.Input((length,))."
             )
-        total = table_settings().num_parts
-        self.stores_rows = table_settings().has_rows
-        if self.is_dynamic:
-            dynamic = [DynamicPart(self, index, total) for index in range(total)]
-            object.__setattr__(self, "parts", dynamic)
-            object.__setattr__(self, "table", DynamicTable(dynamic, self))
-            return
         columns = input_shape[-1] if self.combiner is None else input_shape[-2]
         if isinstance(self.rows, Sequence) and columns != len(self._sizes):
             raise ValueError(
                 f"{self.name} has {len(self._sizes)} numbers of rows, so it needs ids of as many "
                 f"columns. Received: shape {tuple(input_shape)}."
             )
-        parts = []
-        for index in range(total):
-            of_part = part_rows(self._num_rows, index, total), self.width
-            with making_part(index, of_part):
-                weight = self.add_weight(
-                    shape=of_part if self.stores_rows else (0, self.width),
-                    initializer=functools.partial(self._initial_rows, index, total),
-                    name="embeddings" if total == 1 else f"embeddings_{index}",
-                )
-            parts.append(FixedPart(self, index, weight.value, of_part[0]))
-        path = f"{weight.path.rpartition('/')[0]}/embeddings"
-        # Not by Keras, which would save each part on its own.
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "table", FixedTable(parts, (self._num_rows, self.width), path))
+        total = table_settings().num_parts
+        self.stores_rows = table_settings().has_rows
+        self._set_untracked(parts=[self._make_part(index, total) for index in range(total)])
+        self._make_table()
+
+    def _make_part(self, index: int, num_parts: int) -> Part:
+        if self.is_dynamic:
+            return DynamicPart(self, index, num_parts)
+        of_part = part_rows(self.num_rows, index, num_parts), self.width
+        with making_part(index, of_part):
+            weight = self.add_weight(
+                shape=of_part if self.stores_rows else (0, self.width),
+                initializer=functools.partial(self._initial_rows, index, num_parts),
+                name="embeddings" if num_parts == 1 else f"embeddings_{index}",
+            )
+        return FixedPart(self, index, weight.value, of_part[0])
+
+    def _make_table(self) -> None:
+        """Makes the table of `parts`, which forget the slots of a former Learner of the model."""
+        for part in self.parts:
+            part.forget_slots()
+        kind = DynamicTable if self.is_dynamic else FixedTable
+        self._set_untracked(table=kind(self.parts, self))
+
+    def _set_untracked(self, **attributes: Any) -> None:
+        """Sets attributes that Keras does not see: it would save each part on its own."""
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
 
     def _initial_rows(
         self, index: int, num_parts: int, shape: Sequence[int], dtype: object = None
@@ -234,8 +240,8 @@ class ShardedEmbedding(keras.layers.Layer):
         if not self.stores_rows:
             return tf.zeros(shape, dtype)
         kept = []
-        for start in range(0, self._num_rows, _BLOCK_ROWS):
-            rows = min(_BLOCK_ROWS, self._num_rows - start)
+        for start in range(0, self.num_rows, _BLOCK_ROWS):
+            rows = min(_BLOCK_ROWS, self.num_rows - start)
             block = self._initializer_of_block(start)([rows, self.width], dtype)
             kept.append(block[(index - start) % num_parts :: num_parts])
         return kept[0] if len(kept) == 1 else tf.concat(kept, axis=0)
@@ -337,7 +343,7 @@ class ShardedEmbedding(keras.layers.Layer):
             for name, value in (("ids", ids), ("rows", rows))
         ]
         self._tracker.lock()
-        object.__setattr__(self, "frozen", frozen)
+        self._set_untracked(frozen=frozen)
         for weight, value in zip(self.frozen, (ids, rows), strict=True):
             weight.assign(value)
 
@@ -350,7 +356,7 @@ class ShardedEmbedding(keras.layers.Layer):
         former = self.table.ids_and_rows() if is_known else None
         self._drop_frozen()
         self.stores_rows = table_settings().has_rows
-        self.table.forget_slots()
+        self._make_table()
         if former and self.stores_rows:
             self.table.set_ids_and_rows(*former)
 
@@ -359,7 +365,7 @@ class ShardedEmbedding(keras.layers.Layer):
         for weight in self.frozen:
             self._non_trainable_variables.remove(weight)
         self._tracker.lock()
-        object.__setattr__(self, "frozen", [])
+        self._set_untracked(frozen=[])
 
     def _frozen_rows(self, ids: tf.Tensor) -> tf.Tensor:
         known, rows = (weight.value for weight in self.frozen)

@@ -8,6 +8,7 @@ of parts. It is written and read over the methods of base.Table, which FixedTabl
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from strategies.base import value_of
 from trainer.embeddings.base import Ids, Index, Part, Table
 from trainer.embeddings.optimizers import gather_rows
 from trainer.learner.variables import SplitVariable
+
+if TYPE_CHECKING:
+    from trainer.embeddings.layer import ShardedEmbedding
 
 
 class Rows(SplitVariable):
@@ -65,14 +69,10 @@ class FixedPart(Part):
 class FixedTable(Rows, Table):
     """A table with a fixed number of rows, and its optimizer slots."""
 
-    def __init__(self, parts: Sequence[FixedPart], shape: tuple[int, ...], path: str) -> None:
-        super().__init__([part.rows for part in parts], shape, path)
+    def __init__(self, parts: Sequence[FixedPart], layer: "ShardedEmbedding") -> None:
+        path = f"{layer.path}/embeddings"
+        super().__init__([part.rows for part in parts], (layer.num_rows, layer.width), path)
         self._parts = parts
-        self.forget_slots()
-
-    @override
-    def forget_slots(self) -> None:
-        super().forget_slots()
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
         self._graphs = [self._changed_in_graph]
 
