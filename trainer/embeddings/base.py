@@ -21,7 +21,7 @@ import tensorflow as tf
 from data.system.compat.autograph import no_autograph
 from strategies.locks import free
 from strategies.tables import making_part
-from trainer.embeddings.optimizers import TableUpdate, after, capacity, gather_rows, scatter_rows
+from trainer.embeddings.optimizers import TableUpdate, capacity, gather_rows, scatter_rows
 from trainer.learner.variables import SplitVariable
 from trainer.step.loss_scale import all_finite
 
@@ -116,16 +116,12 @@ class Part:
             rate = tf.cast(rate, rows.dtype)
             update = TableUpdate(self.rows, self.variables, places, rows, rate, step)
             done = layer.optimizer.update(update)
-            with after(done):
+            with tf.control_dependencies([done]):
                 if self.changed is not None:
                     # After the change: a checkpoint that finds no mark has the row from before.
                     done = scatter_rows(self.changed, places, tf.ones_like(places, tf.bool))
-            with after(done):
-                rate = tf.identity(rate)
-            if held:
-                with tf.control_dependencies([free(held, rate)]):
-                    rate = tf.identity(rate)
-            return rate
+            with tf.control_dependencies([free(held, done)]):
+                return tf.identity(rate)
 
     def _admitted(
         self, ids: tf.Tensor, rows: tf.Tensor, step: tf.Tensor
