@@ -27,8 +27,8 @@ from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
 from strategies.base import value_of
-from trainer.embeddings.base import IDS, Graph, Ids, Index, Table
 from trainer.embeddings.dynamic_part import NUM_VALUES, Counts, DynamicPart
+from trainer.embeddings.table import IDS, Graph, Ids, Index, Table
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding

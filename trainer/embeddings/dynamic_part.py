@@ -21,8 +21,8 @@ from data.split_mix import GAMMA
 from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
-from trainer.embeddings.base import Part
 from trainer.embeddings.optimizers import capacity, gather_rows, scatter_rows
+from trainer.embeddings.table import Part
 from trainer.step.random_layers import split_mix, uint64
 
 if TYPE_CHECKING:

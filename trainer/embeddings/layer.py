@@ -21,12 +21,11 @@ from typing_extensions import override
 
 from data.system.compat.own_gradients import with_gradient
 from strategies.tables import making_part, part_rows, table_settings
-from trainer.embeddings.base import Part, of_parts
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.model_tables import ModelTables, add_lookup
 from trainer.embeddings.optimizers import TableOptimizer, table_optimizer, to_config
-from trainer.embeddings.table import FixedPart, FixedTable
+from trainer.embeddings.table import FixedPart, FixedTable, Part, of_parts
 from trainer.step.options import ConfigError
 
 # Rows that are initialised with one seed.

@@ -36,7 +36,7 @@ from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError, Mark, complete_mark, own_mark
 from trainer.checkpoints.retention import Chain
 from trainer.checkpoints.store import Store
-from trainer.embeddings.base import Ids, Table, ids_with_rows
+from trainer.embeddings.table import Ids, Table, ids_with_rows
 from trainer.exit_codes import first_line
 
 PREFIX = "tables"
