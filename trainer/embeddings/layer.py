@@ -442,12 +442,7 @@ def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
 def _expanded(rows: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
     """`rows`, [n, width], at `place`, [m]; the gradient sums the rows of equal places."""
 
-    @tf.custom_gradient
-    def expand(rows: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return tf.math.unsorted_segment_sum(upstream, place, tf.shape(rows)[0])
+    def summed(upstream: tf.Tensor) -> tf.Tensor:
+        return tf.math.unsorted_segment_sum(upstream, place, tf.shape(rows)[0])
 
-        return tf.gather(rows, place), gradient
-
-    expanded: tf.Tensor = expand(rows)
-    return expanded
+    return with_gradient("ExpandedRows", lambda: tf.gather(rows, place), rows, summed)
