@@ -1,7 +1,7 @@
 """A table without a fixed number of rows: any int64 id may get a row, and may lose it again.
 
     table = DynamicTable([DynamicPart(layer, 0, num_parts=1)], layer)
-    table.numpy()                                   # sorted by id
+    ids, rows = table.ids_and_rows()                # sorted by id
     table.evict(step)                               # no step may be in flight
 
 A hash table maps an id to its place (the index of its row), its sightings (the number of steps that
@@ -17,7 +17,7 @@ So all decisions depend on steps and ids only, and not on the order in which wor
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
 
 log = logging.getLogger(__name__)
-
-# The values of a table, by name: "ids" int64 [m], sorted; "use" int64 [m, 3]: 1 if the id has a
-# row, its sightings, its last step (0 if that is not kept); "rows" [n, width], optimizer slots
-# [n, ...] of ids with rows.
-Values = Mapping[str, npt.NDArray[np.generic]]
 
 
 class DynamicTable(Table):
@@ -105,12 +100,6 @@ class DynamicTable(Table):
                     f"{step:,}",
                 )
         self._set_index_in_graph(tf.constant(index["ids"]), tf.constant(use))
-
-    def numpy(self) -> Values:
-        """All ids and their rows, sorted by id, as in `Values`."""
-        index = self.index()
-        values = self.values_of(self.ids(index))
-        return {**index, **{name: value_of(value) for name, value in values.items()}}
 
     def ids_and_rows(self) -> tuple[Ids, npt.NDArray[np.generic]]:
         """The ids that have rows, sorted, and these rows."""

@@ -173,7 +173,7 @@ class DynamicPart(Part):
             return tf.identity(place)
 
     def index(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """All ids, int64 [m], in any order, and their use, int64 [m, 3] (`dynamic.Values`)."""
+        """All ids, int64 [m], in any order, and their use, int64 [m, 3] (`table.Index`)."""
         with tf.device(self.rows.device):
             ids, found = self._exported()
             has_row = tf.cast(found[:, :1] >= 0, tf.int64)

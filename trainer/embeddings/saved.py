@@ -13,7 +13,7 @@ by the number of the table:
 | --- | --- |
 | `0/rows`, and a name for each optimizer slot | [n, ...], in the order of the ids |
 | `0/changed` | int64 [n]: the ids of these rows, if the file has only those that were changed |
-| `0/ids`, `0/use` | of a table of dynamic ids: all ids, and their use (`dynamic.Values`) |
+| `0/ids`, `0/use` | of a table of dynamic ids: all ids, and their use (`table.Index`) |
 
 With `complete_every` above 1 a checkpoint may have only the rows that were changed since the one
 before. Its chain, which its mark names, begins with a checkpoint that has all rows.

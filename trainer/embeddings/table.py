@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
 
 Ids: TypeAlias = npt.NDArray[np.int64]
-# "ids" and "use" of dynamic.Values. Empty if the number of rows is fixed.
+# All ids of a table: "ids" [m], sorted; "use" [m, 3]: 1 if the id has a row, its sightings, its
+# last step (0 if that is not kept). Empty if the number of rows is fixed.
 Index: TypeAlias = Mapping[str, Ids]
 Graph: TypeAlias = tf.types.experimental.PolymorphicFunction
 
