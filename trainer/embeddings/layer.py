@@ -153,30 +153,22 @@ class ShardedEmbedding(keras.layers.Layer):
             )
         limited = admit_after, evict_after, max_rows, evict_every
         for (name, least), given in zip(_LEAST.items(), limited, strict=True):
-            if type(given) is not int or given < least:
-                raise ConfigError(
-                    f"ShardedEmbedding: {name} must be a whole number of {least} or more. "
-                    f"Received: {given!r}."
-                )
+            is_valid = type(given) is int and given >= least
+            _check(name, given, is_valid, f"a whole number of {least} or more")
+        for name, value in (("l2", l2), ("clip_norm", clip_norm)):
+            is_valid = isinstance(value, int | float) and 0 <= value < float("inf")
+            _check(name, value, is_valid, "0 or more")
+        combiners = f"one of {', '.join(COMBINERS)}, or None"
+        _check("combiner", combiner, combiner in (None, *COMBINERS), combiners)
         if not self.is_dynamic and (admit_after > 1 or evict_after or max_rows):
             raise ConfigError(
                 "ShardedEmbedding: admit_after, evict_after and max_rows are for tables without a "
                 f"fixed number of rows. Received: rows={rows!r}. Type rows=None, or leave them out."
             )
-        if combiner not in (None, *COMBINERS):
-            raise ConfigError(
-                f"ShardedEmbedding: combiner must be one of {', '.join(COMBINERS)}, or None. "
-                f"Received: {combiner!r}."
-            )
         self.combiner = combiner
         self.admit_after, self.evict_after = admit_after, evict_after
         self.max_rows, self.evict_every = max_rows, evict_every
         self.evicts = bool(evict_after or max_rows)
-        for name, value in (("l2", l2), ("clip_norm", clip_norm)):
-            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ConfigError(
-                    f"ShardedEmbedding: {name} must be 0 or more. Received: {value!r}."
-                )
         self.optimizer = table_optimizer(optimizer)
         self.l2, self.clip_norm = float(l2), float(clip_norm)
         self.initializer = keras.initializers.get(initializer)
@@ -423,6 +415,12 @@ class ShardedEmbedding(keras.layers.Layer):
             return {}
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
         return children
+
+
+def _check(name: str, value: object, is_valid: bool, needed: str) -> None:
+    """Raises ConfigError if the argument `name` of the layer is not valid."""
+    if not is_valid:
+        raise ConfigError(f"ShardedEmbedding: {name} must be {needed}. Received: {value!r}.")
 
 
 def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
