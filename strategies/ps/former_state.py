@@ -37,11 +37,11 @@ class NamedTensors:
             value = tf.raw_ops.OptionalFromValue(components=tensors)
             return tf.raw_ops.AssignVariableOp(resource=self._handle, value=value)
 
-    def clear(self) -> tf.Operation | None:
-        """Stores no list; returns the op if called in a graph."""
+    def clear(self) -> None:
+        """Stores no list. Not in a graph."""
         with tf.device(self.device):
             none = tf.raw_ops.OptionalNone()
-            return tf.raw_ops.AssignVariableOp(resource=self._handle, value=none)
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=none)
 
     def load(self, dtypes: Sequence[tf.DType]) -> list[tf.Tensor] | None:
         """The stored list, on the server; None if there is none. Not in a graph.

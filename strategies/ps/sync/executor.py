@@ -342,8 +342,6 @@ class SynchronousExecutor(ParameterServerExecutor):
                     self._end_loops()
 
         self._end_loops()
-        if not self._running:
-            return super()._evaluate(first_batch, num_batches)
         ending = in_background(end_loops)
         try:
             return super()._evaluate(first_batch, num_batches)

@@ -4,7 +4,7 @@
 
     buffers.assign(slot, rows)                          # aggregator
     row = buffers.take(queue)                           # worker loop
-    buffers.write(bucket, lock)                         # worker loop, on each ps
+    buffers.write(bucket, lock, sparse)                 # worker loop, on each ps
     buffers.send(message, totals)                       # worker loop
     messages, totals = buffers.receive(n)               # aggregator
     is_complete, summed = buffers.total(slots, attempts, step, n)
@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from strategies import locks
 from strategies.base import Learner, Tensor, read_now, value_of
 from strategies.gradients.coalescing import Bucket, is_small
 from strategies.gradients.parts import in_pairs
@@ -35,7 +36,6 @@ from strategies.ps.protocol import END_ASSIGNMENT, Assignment, Kind, Message, un
 
 # Of the values that a server keeps before each step.
 _MOST_KEPT_BYTES = 1 << 20
-_NO_ROWS: Mapping[int, tf.IndexedSlices] = {}
 _ASSIGNMENT_SHAPE = [len(Assignment._fields)]
 _MESSAGE_SHAPE = [len(Message._fields)]
 
@@ -71,7 +71,6 @@ class GradientBuffers:
         self.num_dense = place + len(self._state)
         self.present = list(range(self.num_dense))
         self._gradients: list[tf.Variable] = []
-        self._are_small: list[bool] = []
         self._tags: dict[str, tf.Variable] = {}
         self._begun: dict[str, tf.Variable] = {}
         self._kept: Sequence[tf.Variable] = ()
@@ -89,7 +88,6 @@ class GradientBuffers:
                         with tf.device(variable.device):
                             zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
                         self._gradients.append(tf.Variable(zeros, trainable=False))
-                        self._are_small.append(is_small(variable))
         with tf.device(self.step_device):
             self.queues = [
                 tf.raw_ops.FIFOQueueV2(
@@ -108,8 +106,8 @@ class GradientBuffers:
         self.locks: list[list[Tensor]] = [[] for _ in range(num_slots)]
         for device in self.devices:
             with tf.device(device):
-                for slot, locks in enumerate(self.locks):
-                    locks.append(tf.raw_ops.MutexV2(shared_name=f"slot-{self.name}-{slot}"))
+                for slot, of_slot in enumerate(self.locks):
+                    of_slot.append(tf.raw_ops.MutexV2(shared_name=f"slot-{self.name}-{slot}"))
 
         self._row_buffers = [self._row_buffer(i, num_slots) for i in range(len(self._parts))]
 
@@ -177,9 +175,7 @@ class GradientBuffers:
         )
         return tf.ensure_shape(messages, [None, *_MESSAGE_SHAPE]), totals
 
-    def write(
-        self, bucket: Bucket, lock: Tensor, sparse: Mapping[int, tf.IndexedSlices] = _NO_ROWS
-    ) -> Tensor:
+    def write(self, bucket: Bucket, lock: Tensor, sparse: Mapping[int, tf.IndexedSlices]) -> Tensor:
         """Writes the gradients of `bucket`; the tag is unset until they are complete.
 
         `bucket.metadata[0]` is the worker's message; `lock` is the lock of its worker slot on this
@@ -193,11 +189,8 @@ class GradientBuffers:
         message = unpack(Message, bucket.metadata[0])
         slot = message.worker_slot
         rows = [[gradient.indices, gradient.values] for gradient in sparse.values()]
-        arrived = itertools.chain(bucket.gradients.values(), *rows)
-        with tf.control_dependencies(list(arrived)):
-            # TensorFlow frees the lock with the graph that holds it, however that ends.
-            held = tf.raw_ops.MutexLock(mutex=lock)
-        with tf.control_dependencies([held]):
+        held = locks.take([lock], [*itertools.chain(bucket.gradients.values(), *rows)])
+        with tf.control_dependencies(held):
             untagged = _write_row(tags, slot, tf.constant([-1, -1], tf.int64))
         written = []
         for index, gradient in bucket.gradients.items():
@@ -214,9 +207,7 @@ class GradientBuffers:
             written.append(update)
         with tf.control_dependencies([untagged, *written]):
             tagged = _write_row(tags, slot, tf.stack([message.attempt, message.step]))
-        with tf.control_dependencies([tagged]):
-            released = tf.raw_ops.ConsumeMutexLock(mutex_lock=held)
-        with tf.control_dependencies([released]):
+        with tf.control_dependencies([locks.free(held, tagged)]):
             return tf.identity(slot)
 
     def total(
@@ -230,13 +221,11 @@ class GradientBuffers:
         expected = tf.stack([attempts, tf.fill(tf.shape(attempts), step)], axis=1)
         summed = []
         read: dict[str, list[Tensor]] = {device: [] for device in self._tags}
-        for buffer, small in zip(self._gradients, self._are_small, strict=True):
+        by_tree = self._virtual_replicas > 0
+        for variable, buffer in zip(self.sent[: self.num_dense], self._gradients, strict=True):
             with tf.device(buffer.device):
-                summed.append(
-                    _sum_of_rows(
-                        buffer, slots, number, is_small=small, by_tree=self._virtual_replicas > 0
-                    )
-                )
+                small = is_small(variable)
+                summed.append(_sum_of_rows(buffer, slots, number, is_small=small, by_tree=by_tree))
                 read[buffer.device].append(summed[-1])
         for index, part in enumerate(self._parts):
             with tf.device(part.device):
