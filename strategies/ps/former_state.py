@@ -105,6 +105,19 @@ class FormerState(NamedTuple):
         """The variables that a checkpoint has."""
         return self.variables[: self.facts["num_saved"]]
 
+    def stored_values(
+        self, stored: NamedTensors, device: str, step: int
+    ) -> dict[int, Tensor] | None:
+        """The values of the saved variables on `device`, by index, if `stored` begins with `step`.
+
+        `stored` has them after the step, int64, in the order of the variables.
+        """
+        dtypes = {i: v.dtype for i, v in enumerate(self.saved) if v.device == device}
+        loaded = stored.load([tf.int64, *dtypes.values()])
+        if loaded is None or int(value_of(loaded[0])) != step:
+            return None
+        return dict(zip(dtypes, loaded[1:], strict=True))
+
     def last_step(self) -> int | None:
         """The step counter; None if its ps has lost its variables."""
         counter = self.variables[self.facts["step"]]
