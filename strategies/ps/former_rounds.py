@@ -87,12 +87,12 @@ def counts_of(counters: npt.NDArray[np.int64], workers: Sequence[str]) -> Worker
 def read_rounds(former: FormerState) -> Reached | None:
     """How far the former chief's run has come; None if its variables are of no complete step."""
     facts = former.facts
-    loaded = stored_rounds(facts["step_device"]).load([tf.int64] * len(Rounds._fields))
+    loaded = stored_rounds(former.counter.device).load([tf.int64] * len(Rounds._fields))
     if loaded is None:
         return None
     rounds = Rounds(*[value_of(tensor) for tensor in loaded])
     step = int(rounds.step)
-    if int(former.variables[facts["step"]].numpy()) != step:
+    if former.last_step() != step:
         return None
     begun = _begun(former)
     may_be_begun = {step, step + 1} if len(begun) > 1 else {step}

@@ -118,10 +118,14 @@ class FormerState(NamedTuple):
             return None
         return dict(zip(dtypes, loaded[1:], strict=True))
 
+    @property
+    def counter(self) -> FormerVariable:
+        """The step counter."""
+        return self.variables[int(self.facts["step"])]
+
     def last_step(self) -> int | None:
-        """The step counter; None if its ps has lost its variables."""
-        counter = self.variables[self.facts["step"]]
-        return None if counter.handle is None else int(counter.numpy())
+        """The value of the step counter; None if its ps has lost it."""
+        return None if self.counter.handle is None else int(self.counter.numpy())
 
 
 def ps_device(index: int) -> str:

@@ -115,7 +115,6 @@ class SynchronousExecutor(ParameterServerExecutor):
         return [*self._buffers.marks, *self._buffers.variables], self._facts(
             saved,
             kind="synchronous",
-            step_device=self._buffers.step_device,
             num_marks=len(self._buffers.marks),
             lanes=[[lanes[0], lanes[-1] + 1] for lanes in self._lanes],
             skipped=self._skipped,
