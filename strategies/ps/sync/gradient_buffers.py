@@ -7,7 +7,7 @@
     buffers.write(bucket, lock, sparse)                 # worker loop, on each ps
     buffers.send(message, totals)                       # worker loop
     messages, totals = buffers.receive(n)               # aggregator
-    is_complete, summed = buffers.total(slots, attempts, step, n)
+    is_complete, summed = buffers.total(slots, attempts, step)
     summed = buffers.begun(summed, step + 1)            # aggregator; then it applies them
 
 Each dense variable has a buffer [worker slots, ...] on its server, and each part of a table has a
@@ -210,10 +210,8 @@ class GradientBuffers:
         with tf.control_dependencies([locks.free(held, tagged)]):
             return tf.identity(slot)
 
-    def total(
-        self, slots: Tensor, attempts: Tensor, step: Tensor, number: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The sum of the gradients of `number` worker slots, in the order of `slots`, int64 [n].
+    def total(self, slots: Tensor, attempts: Tensor, step: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The sum of the gradients of n worker slots, in the order of `slots`, int64 [n].
 
         The first result is True if these are the gradients of `attempts` at `step`, and none of
         them was overwritten meanwhile.
@@ -225,11 +223,11 @@ class GradientBuffers:
         for variable, buffer in zip(self.sent[: self.num_dense], self._gradients, strict=True):
             with tf.device(buffer.device):
                 small = is_small(variable)
-                summed.append(_sum_of_rows(buffer, slots, number, is_small=small, by_tree=by_tree))
+                summed.append(_sum_of_rows(buffer, slots, is_small=small, by_tree=by_tree))
                 read[buffer.device].append(summed[-1])
         for index, part in enumerate(self._parts):
             with tf.device(part.device):
-                gradient = self._joined_rows(index, slots, number)
+                gradient = self._joined_rows(index, slots)
                 summed.append(gradient)
                 read[part.device] += [gradient.indices, gradient.values]
         are_expected = []
@@ -311,8 +309,8 @@ class GradientBuffers:
             tf.raw_ops.AssignVariableOp(resource=buffer, value=tf.stack(pairs))
         return buffer
 
-    def _joined_rows(self, part: int, slots: Tensor, number: int) -> tf.IndexedSlices:
-        """The gradients of `number` worker slots for a part of a table, in the order of `slots`."""
+    def _joined_rows(self, part: int, slots: Tensor) -> tf.IndexedSlices:
+        """The gradients of worker slots for a part of a table, in the order of `slots`."""
         variable = self._parts[part]
         pairs = [
             tf.raw_ops.OptionalGetValue(
@@ -322,21 +320,20 @@ class GradientBuffers:
                 output_types=[tf.int64, variable.dtype],
                 output_shapes=[[None], [None, *variable.shape[1:]]],
             )
-            for slot in tf.unstack(slots, num=number)
+            for slot in tf.unstack(slots)
         ]
         ids, rows = zip(*pairs, strict=True)
         return tf.IndexedSlices(tf.concat(rows, axis=0), tf.concat(ids, axis=0))
 
 
-def _sum_of_rows(
-    buffer: tf.Variable, slots: Tensor, number: int, *, is_small: bool, by_tree: bool
-) -> Tensor:
-    """The sum of the rows of `number` worker slots, in the order of `slots` or along a tree.
+def _sum_of_rows(buffer: tf.Variable, slots: Tensor, *, is_small: bool, by_tree: bool) -> Tensor:
+    """The sum of the rows of worker slots, in the order of `slots` or along a tree.
 
     Large rows are read one at a time: together they take much memory.
     """
     # Not tf.reduce_sum: from 8 rows on it adds them in another order.
-    rows = tf.unstack(buffer.sparse_read(slots), num=number) if is_small else []
+    rows = tf.unstack(buffer.sparse_read(slots)) if is_small else []
+    number = slots.shape[0]
     former: list[Tensor] = []
 
     def row(index: int) -> Tensor:
