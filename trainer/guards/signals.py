@@ -26,6 +26,8 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Self
 
+from typing_extensions import override
+
 from trainer.exit_codes import EXIT_RESTART, remove_empty, reserved_directories
 
 log = logging.getLogger(__name__)
@@ -110,17 +112,17 @@ class SignalThread:
         self._reader.close()
 
 
-class StopSignals:
+class StopSignals(SignalThread):
     """Handles stop signals while the context is open. Used in the main thread."""
 
     def __init__(self) -> None:
+        super().__init__(stop_signals(), self._on_signal, also_read=[signal.SIGUSR1])
         self._stop: Callable[[], None] | None = None
         self._peer_lost: Callable[[], object] | None = None
         self._repetitions = Repetitions()
         self._grace_secs = 0.0
         self._overdue: threading.Timer | None = None
         self._is_stop_requested = False
-        self._thread = SignalThread(stop_signals(), self._on_signal, also_read=[signal.SIGUSR1])
 
     def on_stop(self, stop: Callable[[], None], grace_secs: float) -> None:
         """From now on, the first signal calls `stop` on another thread.
@@ -129,7 +131,7 @@ class StopSignals:
         """
         self._stop, self._grace_secs = stop, grace_secs
         # Again, because the coordination service of a multiworker cluster replaces SIGTERM's.
-        self._thread.set_handlers()
+        self.set_handlers()
 
     def on_peer_lost(self, callback: Callable[[], object] | None) -> None:
         """From now on, SIGUSR1 calls `callback` on another thread.
@@ -139,12 +141,9 @@ class StopSignals:
         self._peer_lost = callback
         signal.signal(signal.SIGUSR1, signal.SIG_DFL if callback is None else lambda *_: None)
 
-    def __enter__(self) -> Self:
-        self._thread.__enter__()
-        return self
-
+    @override
     def __exit__(self, *exc_info: object) -> None:
-        self._thread.__exit__(*exc_info)
+        super().__exit__(*exc_info)
         if self._overdue is not None:
             self._overdue.cancel()
 
