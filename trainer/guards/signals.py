@@ -43,26 +43,12 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU, *hangup)
 
 
-class Repetitions:
-    """Tells signals that repeat the first one from later ones."""
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-
-    def includes_now(self, signum: int) -> bool:
-        """Called for each signal: returns True if it repeats the first one."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = now
-            return False
-        return signum in (signal.SIGHUP, signal.SIGXCPU) or now - self._first < _REPETITION_SECS
-
-
 class SignalThread:
     """While the context is open, `callback` is called on a thread with the number of each signal.
 
-    Used in the main thread. The callback must not wait for that thread. If it raises an error, the
-    process ends with 75, because later signals would have no effect.
+    Signals that repeat the first one are left out. Used in the main thread. The callback must not
+    wait for that thread. If it raises an error, the process ends with 75, because later signals
+    would have no effect.
     """
 
     def __init__(
@@ -71,10 +57,14 @@ class SignalThread:
         callback: Callable[[int], None],
         also_read: Collection[int] = (),
     ) -> None:
-        """Sets the handlers of `numbers`. The caller sets the handlers of `also_read`."""
+        """Sets the handlers of `numbers`.
+
+        The caller sets the handlers of `also_read`, of which none is a repetition.
+        """
         self._numbers = numbers
         self._callback = callback
-        self._read_numbers = {*numbers, *also_read}
+        self._also_read = also_read
+        self._first_at: float | None = None
 
     def __enter__(self) -> Self:
         self._reader, self._writer = socket.socketpair()
@@ -102,7 +92,7 @@ class SignalThread:
 
     def _read(self) -> None:
         while numbers := self._reader.recv(1):
-            if numbers[0] in self._read_numbers:
+            if self._is_due(numbers[0]):
                 try:
                     self._callback(numbers[0])
                 except BaseException:
@@ -110,6 +100,16 @@ class SignalThread:
                         traceback.print_exc()
                     os._exit(EXIT_RESTART)
         self._reader.close()
+
+    def _is_due(self, number: int) -> bool:
+        """Returns True if the callback is called for the signal `number`, which came now."""
+        if number not in self._numbers:
+            return number in self._also_read
+        if self._first_at is None:
+            self._first_at = time.monotonic()
+            return True
+        is_late = time.monotonic() - self._first_at >= _REPETITION_SECS
+        return is_late and number not in (signal.SIGHUP, signal.SIGXCPU)
 
 
 class StopSignals(SignalThread):
@@ -119,7 +119,6 @@ class StopSignals(SignalThread):
         super().__init__(stop_signals(), self._on_signal, also_read=[signal.SIGUSR1])
         self._stop: Callable[[], None] | None = None
         self._peer_lost: Callable[[], object] | None = None
-        self._repetitions = Repetitions()
         self._grace_secs = 0.0
         self._overdue: threading.Timer | None = None
         self._is_stop_requested = False
@@ -151,8 +150,6 @@ class StopSignals(SignalThread):
         if number == signal.SIGUSR1:
             if callback := self._peer_lost:
                 threading.Thread(target=callback, name="peer lost", daemon=True).start()
-            return
-        if self._repetitions.includes_now(number):
             return
         name = signal.Signals(number).name
         if self._is_stop_requested or self._stop is None:
