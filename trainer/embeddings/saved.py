@@ -308,6 +308,5 @@ def _pieces(ids: Ids, table: Table) -> Iterator[tuple[int, Ids]]:
 
 def _slice(shape: Sequence[int], start: int, size: int) -> str:
     """TensorFlow's description of `size` rows, from `start` on, of a tensor of `shape`."""
-    others = ":".join(["-"] * (len(shape) - 1))
-    rows = f"{start},{size}"
-    return f"{' '.join(map(str, shape))} {rows}{':' if others else ''}{others}"
+    slices = ":".join([f"{start},{size}", *["-"] * (len(shape) - 1)])
+    return f"{' '.join(map(str, shape))} {slices}"
