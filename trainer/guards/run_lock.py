@@ -26,8 +26,6 @@ RUN_LOCK = ".lock"
 _SETTLING_SECS = 30.0
 _MOST_CHARACTERS = 1000  # Of the name of the holder.
 
-Say = Callable[[str], None]
-
 
 class LockedError(RunFailed):
     """Another run uses this MODEL_DIR. Exit code 75: start again when it has ended."""
@@ -41,7 +39,7 @@ def longest_wait_secs(grace_secs: float) -> float:
 
 
 @contextlib.contextmanager
-def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
+def locked(model_dir: str, wait_secs: float, say: Callable[[str], None]) -> Iterator[bool]:
     """Holds the lock within the context. The value: True if it had to wait.
 
     If no file of a run was written to a new or empty `model_dir`, the lock's file is removed at

@@ -37,7 +37,7 @@ from pathlib import Path
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
-from trainer.guards.signals import Repetitions, SignalThread, stop_signals
+from trainer.guards.signals import SignalThread, stop_signals
 from trainer.local import deaths, launch_report
 from trainer.local.deaths import Action, Restarts, TaskEnd
 from trainer.local.launch_report import LaunchReport
@@ -88,7 +88,6 @@ class Supervisor:
         self._keeps_servers = False  # In that restart.
         self._is_ending = False
         self._num_stops = 0
-        self._repetitions = Repetitions()
 
     def run(self) -> LaunchReport:
         """Runs the cluster to its end. Called once, in the main thread.
@@ -158,8 +157,7 @@ class Supervisor:
             )
 
     def _on_signal(self, signum: int) -> None:
-        if not self._repetitions.includes_now(signum):
-            self._events.put(partial(self._on_stop, signal.Signals(signum)))
+        self._events.put(partial(self._on_stop, signal.Signals(signum)))
 
     def _handle_next_event(self) -> None:
         planned = self._plans.queue
