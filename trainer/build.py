@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 
 from data.system.compat.keras_layers import all_layers
 from data.system.compat.keras_optimizers import given_rate
@@ -26,7 +27,7 @@ from trainer.config import (
     flatten,
     overridden_fields,
 )
-from trainer.config_file import errors_explained, reads_of
+from trainer.config_file import errors_explained
 from trainer.inputs import Inputs
 from trainer.learner import Learner
 from trainer.learner.variables import is_trainable, tables_of
@@ -401,7 +402,7 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
         optimizer, rate = optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
         return Adopted(optimizer, StepOptions(weight_decay=WeightDecayConfig(rate=rate)))
     function = f"build_optimizer(config) of {recipe.path}"
-    with errors_explained(function), reads_of(config) as reads:
+    with errors_explained(function):
         made = recipe.build_optimizer(config)
     optimizer = made_optimizer(made, function, config.learning_rate)
     if has_schedule(optimizer) and config.schedule != ScheduleConfig():
@@ -410,21 +411,21 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
             "the optimizer config.learning_rate, or leave config.schedule out."
         )
     adopted = adopt(optimizer, model.trainable_variables)
-    used = {*reads, "learning_rate"} if isinstance(made, str) else reads
-    if not _may_read_later(recipe, optimizer, reads):
-        adopted.notes += [
-            f"config.{name}={getattr(config, name)} has no effect: {function} makes the "
-            f"optimizer, and does not read it. Use config.{name} there."
-            for name in ("optimizer", "learning_rate")
-            if name not in used and name in overridden_fields(recipe)
-        ]
+    adopted.notes += _other_than_typed(recipe, adopted.optimizer, function)
     return adopted
 
 
-def _may_read_later(recipe: Recipe, optimizer: keras.Optimizer, reads: set[str]) -> bool:
-    """Returns True if other code than `build_optimizer` may read the config."""
-    functions = recipe.build_learner, recipe.build_callbacks, recipe.build_hooks
-    kinds = type(optimizer).__module__, type(given_rate(optimizer)).__module__
-    is_of_user = not all(kind.startswith(("keras.", "data.", "trainer.")) for kind in kinds)
-    # `vars(config)` reads all fields.
-    return any(functions) or is_of_user or "__dict__" in reads
+def _other_than_typed(recipe: Recipe, optimizer: keras.Optimizer, function: str) -> list[str]:
+    """Says which option of the command line is another in `optimizer`, which `function` made."""
+    config, rate = recipe.config, given_rate(optimizer)
+    kind, others = type(optimizer).__name__, {}
+    if kind.lower() != config.optimizer.lower():
+        others["optimizer"] = kind
+    if isinstance(rate, keras.Variable) and rate.numpy() != np.float32(config.learning_rate):
+        others["learning_rate"] = f"the learning rate {rate.numpy():g}"
+    return [
+        f"config.{name}={getattr(config, name)}: {function} chooses {other}. It can use "
+        f"config.{name} instead."
+        for name, other in others.items()
+        if name in overridden_fields(recipe)
+    ]

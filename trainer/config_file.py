@@ -146,25 +146,6 @@ def errors_explained(what: str, hint: str = "") -> Iterator[None]:
         raise ConfigError(f"{what} fails: {said}{hint}") from error
 
 
-@contextlib.contextmanager
-def reads_of(config: object) -> Iterator[set[str]]:
-    """Within it the set gets the names of the attributes of `config` that are read."""
-    reads: set[str] = set()
-    kind = type(config)
-
-    def note(self: object, name: str) -> object:
-        reads.add(name)
-        return kind.__getattribute__(self, name)
-
-    recording = type(kind.__name__, (kind,), {"__getattribute__": note})
-    # The object itself, not a copy: the functions of a file may have it as a global, too.
-    object.__setattr__(config, "__class__", recording)
-    try:
-        yield reads
-    finally:
-        object.__setattr__(config, "__class__", kind)
-
-
 def _is_loss(error: Exception) -> bool:
     if type(error).__name__ in _LOSSES:
         return True
