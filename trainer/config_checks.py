@@ -19,9 +19,8 @@ from trainer.step.options import must_be
 
 log = logging.getLogger(__name__)
 
-_LARGE_BATCH = 1 << 20  # The memory for smaller ones is not looked at.
-# Of the reading list of a batch, at least: 50 to 124 were measured.
-_BYTES_PER_EXAMPLE = 50
+# Of a batch, whose reading list needs 50 to 124 bytes an example: the kernel would end the process.
+_MOST_EXAMPLES = 1 << 24
 
 
 def check(config: Config) -> None:
@@ -40,8 +39,9 @@ def check(config: Config) -> None:
             "but config.checkpoint_every_steps=0 saves at the end only. Type "
             "--config.checkpoint_every_steps=100, for example."
         )
-    _check_memory("batch_size", config.batch_size)
-    _check_memory("eval_batch_size", config.eval_batch_size)
+    for name in ("batch_size", "eval_batch_size"):
+        if (size := getattr(config, name)) > _MOST_EXAMPLES:
+            raise must_be(f"at most {_MOST_EXAMPLES}", name, size, 1024)
     _check_options(config)
     check_trackers(config.trackers)
     if config.warm_start.path.startswith("s3://"):
@@ -85,24 +85,6 @@ def _check_field(name: str, declared: Mapping[str, Any], default: object, value:
         except re.error as error:
             needed = f"a regular expression ({error})"
             raise must_be(needed, name, value, "'kernel|bias'") from error
-
-
-def _check_memory(name: str, size: int) -> None:
-    """Refuses a batch whose list of examples alone needs more than the free memory.
-
-    Without this check the kernel would kill the process.
-    """
-    if size < _LARGE_BATCH:
-        return
-    from data.system.memory import free_memory_bytes
-
-    free = free_memory_bytes()
-    if size * _BYTES_PER_EXAMPLE > free:
-        raise ConfigError(
-            f"config.{name}={size:,} needs {size * _BYTES_PER_EXAMPLE / 2**30:,.1f} GiB of memory "
-            f"to list the examples of a batch, without the examples, but {free / 2**30:,.1f} GiB "
-            f"are free. Type a smaller one, for example --config.{name}=1024."
-        )
 
 
 def check_sub_batches(config: Config, num_sub_batches: int, num_workers: int) -> None:

@@ -15,8 +15,8 @@ from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import DiskError
 from trainer.config import Config, load_recipe
 from trainer.model_dir import check_model_dir, disk_errors_explained, finished_result
-from trainer.run_files import RunFiles
 from trainer.preflight import num_replicas_here, preflight
+from trainer.run_files import RunFiles
 
 CONFIG = Config(dataset="digits", train_steps=100)
 DONE: dict[str, Any] = {"exit_code": 0, "eval": {}}
