@@ -318,9 +318,6 @@ def flatten_json(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return fields
 
 
-_ABSENT = object()
-
-
 def flatten_as(config: object, values: Mapping[str, Any]) -> dict[str, Any]:
     """As `flatten`, of the "config" of a config.json; only the fields that `config` has.
 
@@ -328,16 +325,14 @@ def flatten_as(config: object, values: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for name, _, current in fields_of(config):
-        *groups, last = name.split(".")
-        found: Any = values
-        for key in (*groups, last):
-            found = found.get(key, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+        found = _value_in(values, name, _ABSENT)
         is_group = isinstance(found, Mapping) and not isinstance(current, Mapping | None)
         if found is _ABSENT or is_group:  # The config file has changed since.
             continue
         if found == json.loads(json.dumps(current)):
             fields[name] = current
         elif isinstance(found, Mapping):
+            *groups, last = name.split(".")
             owner = functools.reduce(getattr, groups, config)
             make_key = _type_of_keys(get_type_hints(type(owner))[last])
             fields[name] = {make_key(key): _tuples(value) for key, value in found.items()}
@@ -346,24 +341,37 @@ def flatten_as(config: object, values: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+_ABSENT = object()
+
+
+def _value_in(values: Any, name: str, default: object) -> Any:
+    """The value of the field `name` in the "config" of a config.json; else `default`."""
+    for key in name.split("."):
+        values = values.get(key, default) if isinstance(values, Mapping) else default
+    return values
+
+
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _type_of_keys(declared: Any) -> Callable[[str], object]:
     """Int or float for `dict[int, ...]`, `dict[float, ...] | None` and so on, else str."""
-    key = (*get_args(_mapping_in(declared)), str)[0]
+    mappings = filter(_is_mapping, _types_in(declared))
+    key = (*get_args(next(mappings, None)), str)[0]
     return key if key in (int, float) else str
 
 
-def _mapping_in(declared: Any) -> Any:
-    """`dict[int, float]` for itself and for `dict[int, float] | None`; None for other types."""
+def _types_in(declared: Any) -> list[Any]:
+    """`[int, str]` for `int | str | None`, and `[int]` for `int`."""
     is_union = get_origin(declared) in (Union, UnionType)
-    for each in (declared, *(get_args(declared) if is_union else ())):
-        origin = get_origin(each) or each
-        if isinstance(origin, type) and issubclass(origin, Mapping):
-            return each
-    return None
+    types = get_args(declared) if is_union else [declared]
+    return [each for each in types if each is not type(None)]
+
+
+def _is_mapping(declared: Any) -> bool:
+    kind = get_origin(declared) or declared
+    return isinstance(kind, type) and issubclass(kind, Mapping)
 
 
 def num_lanes(config: Config) -> int:
@@ -418,18 +426,11 @@ def changed_fields(former: Mapping[str, Any], config: Config) -> str:  # Any: JS
     """
     changes, document = [], config_document(config)
     for name in flatten(config):
-        *groups, last = name.split(".")
-        theirs = functools.reduce(lambda group, key: group.get(key, {}), groups, former)
-        ours = functools.reduce(dict.__getitem__, groups, document)[last]
-        if theirs.get(last, ours) != ours:
-            changes.append(f"{name} {json.dumps(theirs[last])} -> {json.dumps(ours)}")
+        ours = _value_in(document, name, None)
+        theirs = _value_in(former, name, ours)
+        if theirs != ours:
+            changes.append(f"{name} {json.dumps(theirs)} -> {json.dumps(ours)}")
     return ", ".join(changes)
-
-
-def _has_types(declared: Any) -> bool:
-    """Returns True for `bool | str`, for example; False for `str | None`."""
-    is_union = get_origin(declared) in (Union, UnionType)
-    return is_union and len(set(get_args(declared)) - {type(None)}) > 1
 
 
 def _resolve_annotations(config: object) -> None:
@@ -441,7 +442,8 @@ def _resolve_annotations(config: object) -> None:
     hints = get_type_hints(type(config)) if any(isinstance(i.type, str) for i in items) else {}
     for item in items:
         item.type = hints.get(item.name, item.type)
-        if _has_types(item.type) or _mapping_in(item.type):
+        types = _types_in(item.type)
+        if len(types) > 1 or any(map(_is_mapping, types)):
             item.type = object  # For which ml_collections reads a literal of Python, or text.
         if dataclasses.is_dataclass(value := getattr(config, item.name)):
             _resolve_annotations(value)

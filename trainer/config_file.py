@@ -43,8 +43,6 @@ _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 _REASON = re.compile(r"\b(?:Error|Exception) encountered:\s+")
 _LOADED: set[str] = set()  # The files of config files, and their neighbours.
 _SHIPPED = _PROGRAM / "configs"
-# Errors of other tasks: a user's code did not cause them.
-_LOSSES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 
 
 def split_target(target: str) -> tuple[str, str]:
@@ -147,13 +145,12 @@ def errors_explained(what: str, hint: str = "") -> Iterator[None]:
 
 
 def _is_loss(error: Exception) -> bool:
-    if type(error).__name__ in _LOSSES:
-        return True
+    """Returns True for errors of other tasks, which a user's code did not cause."""
     if not type(error).__module__.startswith("tensorflow."):
         return False
     from strategies.lost_peers import loss_of  # Loads TensorFlow, which this module must not.
 
-    return loss_of(error) is not None
+    return type(error).__name__ == "CancelledError" or loss_of(error) is not None
 
 
 def explained(error: BaseException) -> str:
