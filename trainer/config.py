@@ -54,6 +54,7 @@ from data.system.files import FAIL, SKIP, expanded
 from data.system.files import absolute as absolute_path
 from trainer.config_file import errors_explained, load_module, split_target
 from trainer.step.options import (
+    ABOVE_0,
     BELOW_1,
     PRECISIONS,
     EarlyStoppingConfig,
@@ -126,6 +127,10 @@ class DataConfig:
     label: str = ""
 
 
+# The reading list of a batch needs 50 to 124 bytes an example: the kernel would end the process.
+_AT_MOST_2_24 = ("at most 2**24", lambda size: size <= 2**24)
+
+
 @dataclass
 class RunOptions:
     """The fields of Config that are no options of a step.
@@ -186,11 +191,11 @@ class RunOptions:
     data_dir: str = ""
     data_cache_dir: str = ""
     data_cache_bytes: int = at_least(0, 10 << 30)
-    seed: int = at_least(0, 0)
-    batch_size: int = at_least(1, 64)
-    eval_batch_size: int = at_least(0, 0)
+    seed: int = at_least(0, 0, bound=("below 2**32", lambda seed: seed < 2**32))
+    batch_size: int = at_least(1, 64, bound=_AT_MOST_2_24)
+    eval_batch_size: int = at_least(0, 0, bound=_AT_MOST_2_24)
     optimizer: str = "adam"
-    learning_rate: float = 0.001
+    learning_rate: float = number(0.001, ABOVE_0)
     train_steps: int = at_least(1, 1000)
     steps_per_call: int = at_least(1, 50)
     log_every_steps: int = at_least(1, 100)
@@ -198,7 +203,9 @@ class RunOptions:
     checkpoint_every_steps: int = at_least(0, 1000)
     keep_checkpoints: int = at_least(1, 3)
     complete_checkpoint_every: int = at_least(1, 1)
-    recover_from_nan: int = at_least(0, 0)
+    recover_from_nan: int = at_least(
+        0, 0, needs=(("checkpoint_every_steps",), "checkpoint_every_steps=100")
+    )
     best_metric: str = "loss"
     best_mode: str = one_of("auto", "min", "max")
     histogram_every_steps: int = at_least(0, 0)

@@ -297,7 +297,7 @@ class EarlyStoppingConfig:
             `Objective.is_lower_better` says.
     """
 
-    patience: int = at_least(0, 0)
+    patience: int = at_least(0, 0, needs=(("eval_every_steps",), "eval_every_steps=1000"))
     min_delta: float = number(
         0.0, AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
     )
