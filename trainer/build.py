@@ -74,41 +74,8 @@ def check_for_strategy(
             "which does not compute in float16. Type --config.precision=mixed_float16, or leave it "
             "out."
         )
-    if chosen := config.local_steps.chosen:
-        if strategy == "ps":
-            values, defaults = flatten(config.local_steps), flatten(LocalStepsConfig())
-            # To be typed, since a run that continues has them recorded.
-            without = [
-                f"--config.local_steps.{name}={default}"
-                for name, default in defaults.items()
-                if values[name] != default
-            ]
-            raise ConfigError(
-                f"{chosen} needs workers that keep their own weights, but under --strategy=ps all "
-                f"use those of the servers. Type --strategy=multiworker, or {' '.join(without)}."
-            )
-        if learner.loss_scale:
-            raise ConfigError(
-                f"{chosen}: the model of {recipe.path} computes in float16, where workers that "
-                "train alone would have different scales of the loss. Type "
-                "--config.precision=mixed_bfloat16."
-            )
-        if (secs := config.local_steps.every_secs) and strategy == "mirrored":
-            raise ConfigError(
-                f"{chosen} is for workers of unequal speed, but the replicas of one process make "
-                "each step together. Type --config.local_steps.every_secs=0 "
-                "--config.local_steps.every=100, for example, or --strategy=multiworker."
-            )
-        learner.notes.append(
-            f"each worker trains alone for about {secs:g} s (config.local_steps); reports, "
-            "evaluations, checkpoints and the end come after an average; the weights depend on "
-            "the speed of the workers"
-            if secs
-            else f"each replica trains alone for {config.local_steps.every} steps "
-            "(config.local_steps); reports, evaluations, checkpoints and the end are at multiples "
-            f"of {config.local_steps.every}{_later_end(config)}"
-        )
-        learner.notes += _without_overlap(config)
+    if config.local_steps.chosen:
+        _check_local_steps(learner, recipe, strategy)
     if config.virtual_replicas:
         _check_virtual_replicas(learner, recipe, strategy)
     if config.complete_checkpoint_every > 1 and not learner.tables:
@@ -129,24 +96,54 @@ def check_for_strategy(
         )
 
 
-def _later_end(config: Config) -> str:
-    """Says where a run with `local_steps.every` ends; "" if it ends at `train_steps`."""
-    end = -(-config.train_steps // config.local_steps.every) * config.local_steps.every
-    return "" if end == config.train_steps else f", so this run ends at step {end:,}"
-
-
-def _without_overlap(config: Config) -> list[str]:
-    """Says which interval is so short that `local_steps.overlap` has no effect."""
-    every = config.local_steps.every
+def _check_local_steps(learner: Learner, recipe: Recipe, strategy: str) -> None:
+    """Raises ConfigError if replicas cannot train alone; notes what changes if they do."""
+    options, chosen = recipe.config.local_steps, recipe.config.local_steps.chosen
+    if strategy == "ps":
+        values, defaults = flatten(options), flatten(LocalStepsConfig())
+        # To be typed, since a run that continues has them recorded.
+        without = [
+            f"--config.local_steps.{name}={default}"
+            for name, default in defaults.items()
+            if values[name] != default
+        ]
+        raise ConfigError(
+            f"{chosen} needs workers that keep their own weights, but under --strategy=ps all use "
+            f"those of the servers. Type --strategy=multiworker, or {' '.join(without)}."
+        )
+    if learner.loss_scale:
+        raise ConfigError(
+            f"{chosen}: the model of {recipe.path} computes in float16, where workers that train "
+            "alone would have different scales of the loss. Type "
+            "--config.precision=mixed_bfloat16."
+        )
+    if options.every_secs and strategy == "mirrored":
+        raise ConfigError(
+            f"{chosen} is for workers of unequal speed, but the replicas of one process make each "
+            "step together. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, "
+            "for example, or --strategy=multiworker."
+        )
+    if options.every_secs:
+        learner.notes.append(
+            f"each worker trains alone for about {options.every_secs:g} s (config.local_steps); "
+            "reports, evaluations, checkpoints and the end come after an average; the weights "
+            "depend on the speed of the workers"
+        )
+        return
+    end = -(-recipe.config.train_steps // options.every) * options.every
+    learner.notes.append(
+        f"each replica trains alone for {options.every} steps (config.local_steps); reports, "
+        f"evaluations, checkpoints and the end, step {end:,}, are at multiples of {options.every}"
+    )
     names = ("log_every_steps", "eval_every_steps", "checkpoint_every_steps")
-    intervals = {name: steps for name in names if 0 < (steps := getattr(config, name)) <= every}
-    if not config.local_steps.overlap or not intervals:
-        return []
-    name, steps = min(intervals.items(), key=lambda item: item[1])
-    return [
-        f"config.local_steps.overlap has no effect with config.{name}={steps}: replicas wait for a "
-        f"complete average there. Type --config.{name}={10 * every}, for example."
-    ]
+    intervals = {getattr(recipe.config, name): name for name in names}
+    steps = min(filter(None, intervals))  # log_every_steps is at least 1.
+    if options.overlap and steps <= options.every:
+        learner.notes.append(
+            f"config.local_steps.overlap has no effect with config.{intervals[steps]}={steps}: "
+            "replicas wait for a complete average there. Type "
+            f"--config.{intervals[steps]}={10 * options.every}, for example."
+        )
 
 
 def _check_virtual_replicas(learner: Learner, recipe: Recipe, strategy: str) -> None:
