@@ -198,7 +198,7 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
             "nothing decays. Type --config.weight_decay.rate=0.01, for example, or leave it out."
         )
     loss = _loss(recipe, model)
-    functions, keras_metrics = _metrics(recipe, model, declared_outputs(model, input_specs))
+    functions, keras_metrics = _metrics(recipe, model, input_specs)
     factor = None
     if config.schedule != ScheduleConfig():
         factor = rate_factor(
@@ -368,15 +368,19 @@ def _refuse_loss_weights(recipe: Recipe, loss: str) -> None:
 
 
 def _metrics(
-    recipe: Recipe, model: keras.Model, outputs: Batch
+    recipe: Recipe, model: keras.Model, input_specs: Batch
 ) -> tuple[Mapping[str, PerExample], KerasMetrics | None]:
     """The metrics that are functions of each example, by name, and the metrics of Keras."""
-    metrics = recipe.metrics
+    metrics, weighted_metrics = recipe.metrics, recipe.weighted_metrics or []
+    outputs = None
+    # Not for lists: it costs time for models that declare no outputs.
+    if metrics is None or any(isinstance(each, Mapping) for each in (metrics, weighted_metrics)):
+        outputs = declared_outputs(model, input_specs)
     if metrics is None:
         metrics = default_metrics(recipe.loss, outputs)
     names = output_names(model, outputs)
     functions, others = split_metrics("metrics", metrics, names)
-    unweighted, weighted = split_metrics("weighted_metrics", recipe.weighted_metrics or [], names)
+    unweighted, weighted = split_metrics("weighted_metrics", weighted_metrics, names)
     if unweighted:
         raise ConfigError(
             f"weighted_metrics of {recipe.path} has functions by name, {', '.join(unweighted)}, "

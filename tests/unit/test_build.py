@@ -182,6 +182,27 @@ def test_option_of_the_command_line_that_build_optimizer_does_not_use_is_said(
     assert re.search(said, "".join(notes))
 
 
+def test_model_is_not_traced_for_metrics_that_need_no_names_of_outputs() -> None:
+    calls = []
+
+    class Counted(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = Dense(3)
+
+        def call(self, inputs: Any) -> Any:
+            calls.append(inputs)
+            return self.head(inputs)
+
+    def num_calls(metrics: Any) -> int:
+        calls.clear()
+        made = Recipe("here.py", Config(), lambda _: Counted(), loss="mse", metrics=metrics)
+        build_learner(made, tf.TensorSpec([None, 4]))
+        return len(calls)
+
+    assert 0 < num_calls(["mae"]) < num_calls({"mae": "mae"})
+
+
 def test_prefetching_that_has_no_effect_is_said() -> None:
     config = Config()
     config.data.prefetch_batches = 3
