@@ -28,7 +28,7 @@ from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from strategies.step_errors import memory_explained
 from trainer import build
-from trainer.batch_checks import check_batches
+from trainer.batch_checks import check_batches, input_specs
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import DamagedError
@@ -50,7 +50,6 @@ from trainer.inputs import (
 from trainer.learner import Learner
 from trainer.learner.variables import set_values
 from trainer.models import build_model
-from trainer.parsed_specs import input_specs
 from trainer.run_files import Document, RunFiles, finished_checkpoints, step_in
 from trainer.task_spec import TaskSpec
 

@@ -17,7 +17,7 @@ from data.tfrecord.split import Split
 from strategies.base import Tensor
 from tests.damage import flip_bit
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
-from trainer.batch_checks import _state_of, check_batches
+from trainer.batch_checks import _state_of, check_batches, check_dense, length_notes
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.inputs import (
@@ -26,7 +26,6 @@ from trainer.inputs import (
     num_steps_of,
     open_inputs,
 )
-from trainer.parsed_specs import check_dense, length_notes
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.optimizers import supported_optimizers
 
