@@ -46,11 +46,10 @@ _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 _ALL_PARTS = "gradients of all parts of the batch"
 _HINT = (
-    "From the step after the first difference on, all parts differ. If the runs should be equal, "
-    "find the part: {} with --config.log_every_steps=1."
+    "\nFrom the step after the first difference on, all parts differ. If the runs should be equal, "
+    "find the part: continue both from a checkpoint at which they are equal, or start both anew, "
+    "with --config.log_every_steps=1."
 )
-_CONTINUE = "continue both runs from a checkpoint at which they are equal,"
-_ANEW = "start both runs anew"
 # The name of each value that differs, and its largest difference; NaN if that is no number.
 Differences: TypeAlias = dict[str, float]
 
@@ -79,9 +78,8 @@ class Difference:
             when = f"equal at step {self.equal_step:,}, {when}"
         else:
             when += ", the first that was compared"
-        hint = ""
-        if self.step - (self.equal_step or 0) > 1 and _ALL_PARTS in self.differ:
-            hint = "\n" + _HINT.format(_CONTINUE if self.equal_step else _ANEW)
+        has_passed = self.step - (self.equal_step or 0) > 1
+        hint = _HINT if has_passed and _ALL_PARTS in self.differ else ""
         return f"{what}: {when}: {', '.join(shown)}{hint}"
 
 
