@@ -78,17 +78,6 @@ def check_for_strategy(
         _check_local_steps(learner, recipe, strategy)
     if config.virtual_replicas:
         _check_virtual_replicas(learner, recipe, strategy)
-    if config.complete_checkpoint_every > 1 and not learner.tables:
-        raise ConfigError(
-            f"config.complete_checkpoint_every={config.complete_checkpoint_every}: the model of "
-            f"{recipe.path} has no ShardedEmbedding, so that all checkpoints are complete. Leave "
-            "it out."
-        )
-    if strategy == "ps" and config.data.prefetch_batches:
-        learner.notes.append(
-            f"config.data.prefetch_batches={config.data.prefetch_batches} has no effect under "
-            "--strategy=ps: a worker reads the batches of its ticket, and none ahead."
-        )
     if read_dtype != "float32" and learner.overrides_gradients:
         raise ConfigError(
             f"--read_dtype={read_dtype}: the Learner of {recipe.path} overrides `gradients`, and "
