@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 
 # They need no files; a run prepares them when they are missing.
 _WITHOUT_DOWNLOAD = ("digits", "diabetes", "clicks")
-# A line before the reason in TensorFlow's errors of graphs.
-_HEADING = re.compile(r"Detected at node |<stack traces unavailable>|\d+ root error\(s\) found")
 
 
 @dataclass(frozen=True)
@@ -360,10 +358,7 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
                 "and start again; or, if they are as they should be, remove the index, "
                 ".SPLIT.index.npz or SPLIT.index.npz."
             ) from error
-        # The first paragraphs are the trace of the graph, or its heading.
-        lines = message.strip().split("\n\n")[-1].splitlines()
-        reason = next((line.strip() for line in lines if not _HEADING.match(line)), lines[0])
-        reason = re.sub(r"\{\{function_node [^}]*\}\} ?", "", reason)
+        reason = first_line(Exception(message))
         reason = re.sub(r"^Error in user-defined function .*? iterator: \S+: ", "", reason)
         reason = reason.rpartition("assertion failed: ")[2].replace("\\'", "'")
         raise DataError(

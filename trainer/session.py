@@ -55,6 +55,9 @@ from trainer.task_spec import TaskSpec
 
 _log = logging.getLogger(__name__)
 
+# The names of the checkpoints that --checkpoint may mean.
+_KINDS = {"newest": "step-", "newest_complete": "step-", "best": "best-"}
+
 
 def build_session(
     recipe: Recipe, inputs: Inputs, build: Callable[[Callable[[], Learner]], Learner]
@@ -147,9 +150,10 @@ def restore(
             if not isinstance(error.__cause__, DamagedError):
                 raise
             if checkpoint != "newest_complete" or name == fitting[0]:
-                others = len(_fitting("newest_complete", checkpointer, model_dir)) > 1
-                hint = " Type --checkpoint=newest_complete." if checkpoint == "newest" else ""
-                raise ModelDirError(f"{error}{hint if others else ''}") from error
+                has_others = len(_fitting("newest_complete", checkpointer, model_dir)) > 1
+                is_advised = checkpoint == "newest" and has_others
+                hint = " Type --checkpoint=newest_complete." if is_advised else ""
+                raise ModelDirError(f"{error}{hint}") from error
             _log.warning("%s Using the one before it.", error)
         else:
             break
@@ -159,13 +163,10 @@ def restore(
 def _fitting(wanted: str, checkpointer: Checkpointer, model_dir: str) -> list[str]:
     """The names of the checkpoints that `wanted` may mean, the oldest first; at least one."""
     names = finished_checkpoints(checkpointer.directory)
-    if wanted in ("newest", "newest_complete"):
-        fitting = [name for name in names if name.startswith("step-")]
-    elif wanted == "best":
-        fitting = [name for name in names if name.startswith("best-")]
+    if wanted in _KINDS:
+        fitting = [name for name in names if name.startswith(_KINDS[wanted])]
     else:
-        steps = {name: step_in(name) for name in names}
-        fitting = [name for name, step in steps.items() if wanted in (str(step), name)]
+        fitting = [name for name in names if wanted in (name, str(step_in(name)))]
     if not fitting:
         raise ConfigError(
             f"--checkpoint={wanted}: {model_dir} has no such checkpoint. It has "
@@ -179,9 +180,7 @@ def evaluate(
 ) -> Document:
     """Returns the checkpoint's name and step, the split, its examples, and the metrics.
 
-    Raises:
-        ConfigError, DataError, ModelDirError: the run has no such checkpoint, the data is missing,
-            or the config file now defines another model.
+    Arguments and errors are as of `restore`.
     """
     restored = restore(model_dir, checkpoint, split, data_dir)
     reader, learner, executor = restored.reader, restored.learner, restored.executor

@@ -88,6 +88,15 @@ def test_message_about_damage_names_flags_of_all_commands(tmp_path: Path) -> Non
         list(DiskReader(reader).batches(0, range(reader.order.lanes), num_batches))
 
 
+def test_reason_is_that_of_the_op_and_not_of_the_layer_around_it(inputs: Inputs) -> None:
+    layer = keras.layers.Embedding(3, 2)
+    with (
+        pytest.raises(DataError, match=r"its features: indices\[0\] = 7 is not in \[0, 3\)$"),
+        data_errors_explained(inputs),
+    ):
+        layer(tf.constant([7]))
+
+
 def test_check_leaves_the_state_of_layers_as_it_was(inputs: Inputs) -> None:
     """Recurrent layers draw the masks of dropout in an evaluation, too, and advance a variable."""
 
