@@ -97,10 +97,8 @@ def check_batches(
         try:
             outputs = learner.model(examples, training=False)
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-            declared = getattr(learner.model, "inputs", None) or "inputs without declared shapes"
-            taken = tf.nest.map_structure(
-                lambda t: t if isinstance(t, str) else f"{t.dtype}{t.shape}", declared
-            )
+            declared = getattr(learner.model, "inputs", None) or []
+            taken = tf.nest.map_structure(shape_text, declared) or "inputs without declared shapes"
             shapes = tf.nest.map_structure(shape_text, examples)
             raise DataError(
                 f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "
@@ -353,4 +351,6 @@ def _part_name(path: Sequence[int | str]) -> str:
 
 def shape_text(spec: tf.TensorSpec | tf.Tensor) -> str:
     """The dtype and the shape of a tensor, for messages."""
-    return f"{spec.dtype.name}{spec.shape}" if hasattr(spec, "dtype") else type(spec).__name__
+    if not hasattr(spec, "dtype"):
+        return type(spec).__name__
+    return f"{tf.as_dtype(spec.dtype).name}{spec.shape}"

@@ -24,9 +24,46 @@ def check(config: Config) -> None:
     """Raises ConfigError for the first invalid field."""
     values = flatten(config)
     # As Config declares them: a field that a derived class declares again has no other bounds.
-    for name, item, default in fields_of(Config()):
+    declared = list(fields_of(Config()))
+    for name, item, default in declared:
         _check_field(name, item.metadata, default, values[name])
-    _check_options(config)
+    for name, item, default in declared:
+        needed, example = item.metadata.get("needs", ((), ""))
+        if values[name] != default and needed and not any(values[other] for other in needed):
+            raise ConfigError(
+                f"config.{name}={values[name]} means nothing without "
+                f"{' or '.join(f'config.{other}' for other in needed)}. Type "
+                f"--config.{example}, for example, or leave {name} out."
+            )
+    config.schedule.check()
+    config.clip.check()
+    config.local_steps.check()
+    if config.deterministic and (secs := config.local_steps.every_secs):
+        raise ConfigError(
+            f"config.local_steps.every_secs={secs:g} divides the steps by the speed of the "
+            "workers, which no run repeats, but config.deterministic asks for equal bits in each "
+            "run. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, or leave "
+            "deterministic out."
+        )
+    weights = config.class_weight
+    if not isinstance(weights, Mapping) or not all(
+        type(index) is int
+        and index >= 0
+        and isinstance(weight, int | float)
+        and 0 <= weight < math.inf
+        for index, weight in weights.items()
+    ):
+        raise must_be(
+            "indices of classes with finite weights from 0", "class_weight", weights, "'{0: 2}'"
+        )
+    if config.virtual_replicas & (config.virtual_replicas - 1):
+        raise must_be("0 or a power of two", "virtual_replicas", config.virtual_replicas, 8)
+    if config.virtual_replicas and (chosen := config.local_steps.chosen):
+        raise ConfigError(
+            f"{chosen}: what a replica computes alone "
+            "depends on the number of replicas, so config.virtual_replicas cannot keep the bits "
+            "equal. Leave one of the two out."
+        )
     check_trackers(config.trackers)
     if config.warm_start.path.startswith("s3://"):
         raise ConfigError(
@@ -148,45 +185,4 @@ def check_virtual_replicas(config: Config, num_replicas: int) -> None:
                 f"config.virtual_replicas={parts} must divide config.{name}, so that all parts of "
                 f"a batch are equal. Received: {size}. Type --config.{name}="
                 f"{-(-size // parts) * parts}, for example."
-            )
-
-
-def _check_options(config: Config) -> None:
-    config.schedule.check()
-    config.clip.check()
-    config.local_steps.check()
-    if config.deterministic and (secs := config.local_steps.every_secs):
-        raise ConfigError(
-            f"config.local_steps.every_secs={secs:g} divides the steps by the speed of the "
-            "workers, which no run repeats, but config.deterministic asks for equal bits in each "
-            "run. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, or leave "
-            "deterministic out."
-        )
-    weights = config.class_weight
-    if not isinstance(weights, Mapping) or not all(
-        type(index) is int
-        and index >= 0
-        and isinstance(weight, int | float)
-        and 0 <= weight < math.inf
-        for index, weight in weights.items()
-    ):
-        raise must_be(
-            "indices of classes with finite weights from 0", "class_weight", weights, "'{0: 2}'"
-        )
-    if config.virtual_replicas & (config.virtual_replicas - 1):
-        raise must_be("0 or a power of two", "virtual_replicas", config.virtual_replicas, 8)
-    if config.virtual_replicas and (chosen := config.local_steps.chosen):
-        raise ConfigError(
-            f"{chosen}: what a replica computes alone "
-            "depends on the number of replicas, so config.virtual_replicas cannot keep the bits "
-            "equal. Leave one of the two out."
-        )
-    values = flatten(config)
-    for name, item, default in fields_of(Config()):
-        needed, example = item.metadata.get("needs", ((), ""))
-        if values[name] != default and needed and not any(values[other] for other in needed):
-            raise ConfigError(
-                f"config.{name}={values[name]} means nothing without "
-                f"{' or '.join(f'config.{other}' for other in needed)}. Type "
-                f"--config.{example}, for example, or leave {name} out."
             )
