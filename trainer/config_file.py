@@ -175,7 +175,9 @@ def explained(error: BaseException) -> str:
     frames = [(found[1], int(found[2]), found[3]) for found in places]
     raised = traceback.extract_tb(error.__traceback__)
     frames = [(f.filename, f.lineno or 0, f.name) for f in raised] + frames
-    hint = _collision(error) or _import_of_tables(text)
+    hint = _collision(error)
+    if "Could not locate class 'ShardedEmbedding'" in text:
+        hint = "\n  It is a class of this program: write `import trainer.embeddings` in the file."
     for file, number, name in reversed(frames):
         if _is_users(file):
             code = linecache.getline(file, number).strip()
@@ -308,13 +310,6 @@ def _collision(error: BaseException) -> str:
                     f"{found}, and the imports of it."
                 )
     return ""
-
-
-def _import_of_tables(text: str) -> str:
-    """What to do if a user's code loads a model with tables, which Keras does not know; else ""."""
-    if "Could not locate class 'ShardedEmbedding'" not in text:
-        return ""
-    return "\n  ShardedEmbedding is of this program. Write `import trainer.embeddings` in the file."
 
 
 def _shipped_file(place: str) -> str:
