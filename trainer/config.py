@@ -257,8 +257,8 @@ class Recipe:
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-def load_recipe(path: str, config: Config | None = None) -> Recipe:
-    """The functions that the file or module `path` defines, with its config, or with `config`.
+def load_recipe(path: str) -> Recipe:
+    """The functions that the file or module `path` defines, with its config.
 
     `path` may end with `:function`, which is called in place of `get_config`.
 
@@ -270,9 +270,7 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
         if not callable(getattr(module, name, None)):
             raise ConfigError(f"--config={path} defines no {name}(). See configs/digits.py.")
     with errors_explained(f"{get_config}() of {place}"):
-        made = getattr(module, get_config)()
-    defaults = flatten(made) if isinstance(made, Config) else {}
-    config = made if config is None else config
+        config = getattr(module, get_config)()
     if not isinstance(config, Config):
         raise ConfigError(
             f"{get_config}() of {place} returned {type(config).__name__}, but must return a "
@@ -283,7 +281,7 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
     names = (item.name for item in dataclasses.fields(Recipe)[2:-2])
     # Any: functions of a user's module, which has no types.
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in names}
-    return Recipe(path, config, **functions, files=files, defaults=defaults)
+    return Recipe(path, config, **functions, files=files, defaults=flatten(config))
 
 
 def overridden_fields(recipe: Recipe) -> list[str]:

@@ -60,11 +60,6 @@ def test_recipe_has_all_that_its_file_defines(tmp_path: Path) -> None:
     assert recipe.build_hooks(config, "dir") == ["dir"]
 
 
-def test_given_config_replaces_the_config_of_the_file(tmp_path: Path) -> None:
-    config = Config(seed=9)
-    assert load_recipe(write(tmp_path / "mine.py", WHOLE), config).config is config
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.name)
 def test_shipped_configs_pass_their_own_checks(path: Path) -> None:
     recipe = load_recipe(str(path))
