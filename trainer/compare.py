@@ -14,6 +14,7 @@ since the report before it, or since the run was resumed. They are not compared 
 cover other steps.
 """
 
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -27,7 +28,6 @@ from absl import flags
 
 from data.system.extras import of_satellite
 from data.system.files import exists
-from data.system.scratch import plain_path
 from trainer import run_files
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
@@ -195,28 +195,27 @@ def variable_differences(left: str, right: str) -> Differences:
 
     Raises ConfigError if the checkpoints are of different models, or one of them is damaged.
     """
-    for path in (left, right):
-        _check_complete(path)
-    with plain_path(left) as plain_left, plain_path(right) as plain_right:
-        found = _dense_differences(left, right, (plain_left, plain_right))
-    return found | _table_differences(left, right)
-
-
-def _check_complete(path: str) -> None:
     # They load TensorFlow.
-    from trainer.checkpoints.marks import DamagedError, check_file, complete_mark
+    from trainer.checkpoints.marks import DamagedError, complete_mark
+    from trainer.checkpoints.store import local_files
 
-    try:
-        for name, contents in complete_mark(path).files.items():
-            check_file(f"{path}/{name}", contents)
-    except DamagedError as error:
-        raise ConfigError(f"{path} cannot be compared: {error}. Copy its files again.") from error
+    with contextlib.ExitStack() as stack:
+        readable = []
+        for path in (left, right):
+            try:
+                found = local_files(path, complete_mark(path).files)
+                readable.append(stack.enter_context(found))
+            except DamagedError as error:
+                message = f"{path} cannot be compared: {error}. Copy its files again."
+                raise ConfigError(message) from error
+        differences = _dense_differences(left, right, readable)
+    return differences | _table_differences(left, right)
 
 
-def _dense_differences(left: str, right: str, plain: Sequence[str]) -> Differences:
+def _dense_differences(left: str, right: str, readable: Sequence[str]) -> Differences:
     import tensorflow as tf
 
-    readers = [tf.train.load_checkpoint(f"{path}/variables") for path in plain]
+    readers = [tf.train.load_checkpoint(f"{path}/variables") for path in readable]
     ours, theirs = ({**reader.get_variable_to_shape_map()} for reader in readers)
     names = _readable_names(readers[0].get_tensor(_GRAPH))
     if ours.keys() != theirs.keys():
