@@ -20,6 +20,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.system.compat.own_gradients import with_gradient
+from data.system.compat.recomputing import compute_once
 from strategies.tables import making_part, part_rows, table_settings
 from trainer.embeddings.base import Part, of_parts
 from trainer.embeddings.dynamic import DynamicTable
@@ -255,6 +256,7 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"{self.name} takes ids, which are integers. Received: {inputs.dtype.name}. Cast "
                 "them, or declare keras.Input(..., dtype='int64')."
             )
+        compute_once()
         with tf.device("CPU:0"):  # As the table, also if this replica computes on a GPU.
             ids = tf.cast(inputs, tf.int64)
             is_id = tf.not_equal(ids, _PADDING) if self.combiner else tf.ones_like(ids, tf.bool)

@@ -70,7 +70,7 @@ class Differentiation(ModelVariables):
             self.tables.begin_counting()
         with drawing(seeds):
             outputs = self.model(inputs, training=training)
-        if self._communicates_forward:
+        if self._needs_scope:
             keep_losses(self.model)
         return outputs
 
@@ -136,7 +136,7 @@ class Differentiation(ModelVariables):
         If there are `values`, updates them too: the next micro-batch starts from them.
         """
         scale = self.loss_scale.read() if self.loss_scale else None
-        if values is None and self._with_xla is None and not self._communicates_forward:
+        if values is None and self._with_xla is None and not self._needs_scope:
             state = self.layer_state if self.loss_scale else []
             before = [read_now(variable) for variable in state]
             gradients, totals = self._differentiate(batch, training, self.variables, scale)
@@ -219,10 +219,8 @@ class Differentiation(ModelVariables):
             return
         self._has_warned = True
         log.warning(
-            "The loss has no gradient for %s: these variables do not change. Either the loss does "
-            "not depend on them, or a layer uses keras.RematScope or tf.recompute_grad: it trains "
-            "with --config.jit_compile=False, but not under --strategy=ps, or beside a "
-            "synchronized BatchNormalization.",
+            "The loss has no gradient for %s: these variables do not change, because the loss does "
+            "not depend on them.",
             ", ".join(paths),
         )
 

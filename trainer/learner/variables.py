@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from data.system.compat import recomputing
 from data.system.compat.keras_layers import all_layers, own
 from trainer.step.loss_scale import computes_in_float16
 from trainer.step.options import ConfigError, Options
+from trainer.step.random_layers import replaying
 
 if TYPE_CHECKING:
     from trainer.embeddings.model_tables import ModelTables
     from trainer.learner import Learner
+
+recomputing.install(replaying)
 
 
 class SplitVariable:
@@ -60,11 +64,19 @@ class ModelVariables:
         self._not_trained = self._forward_inputs[self.num_dense :]
         # Replicas of one process are threads, which take turns where they communicate. Keras keeps
         # the losses of layers in one list for all threads, but in a stateless scope in one of each.
-        self._communicates_forward = any(
+        layers = all_layers(model)
+        self._needs_scope = recomputing.is_used_by(model) or any(
             getattr(layer, "synchronized", False)
             or any(v.aggregation != "none" for v in own(layer, "non_trainable_variables"))
-            for layer in all_layers(model)
+            for layer in layers
         )
+        spectral = [la for la in layers if isinstance(la, keras.layers.SpectralNormalization)]
+        if self._needs_scope and spectral:
+            raise ConfigError(
+                f"SpectralNormalization {spectral[0].name!r} assigns its kernel in the forward "
+                "pass. Its gradient would be another one beside a layer that recomputes, or that "
+                "communicates with other replicas (synchronized=True). Leave one of them out."
+            )
 
     @property
     def layer_state(self) -> list[tf.Variable]:

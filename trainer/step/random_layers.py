@@ -44,6 +44,12 @@ class _Pass:
         self._seeds = seeds
         self._draws: collections.Counter[tuple[int, int]] = collections.Counter()
 
+    def copy(self) -> "_Pass":
+        """Returns a pass that draws what this one draws from now on."""
+        copied = _Pass(self._seeds)
+        copied._draws = self._draws.copy()
+        return copied
+
     def seed(self, layer: tuple[int, int]) -> tf.Tensor:
         """Returns the next seed of `layer`, int32 [2], made from the seed of the first example."""
         return tf.bitcast(self._states(layer)[0], tf.int32)
@@ -89,6 +95,21 @@ def drawing(seeds: tf.Tensor | None) -> Iterator[None]:
         yield
     finally:
         _PASS.reset(token)
+
+
+def replaying() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns a function whose context repeats what random layers draw after this call."""
+    draws = current.copy() if (current := _PASS.get()) else None
+
+    @contextlib.contextmanager
+    def replay() -> Iterator[None]:
+        token = _PASS.set(draws.copy() if draws else None)
+        try:
+            yield
+        finally:
+            _PASS.reset(token)
+
+    return replay
 
 
 def bind(model: keras.Model) -> bool:
