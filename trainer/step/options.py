@@ -19,7 +19,7 @@ _Bound: TypeAlias = tuple[str, Callable[[float], bool]]
 AT_LEAST_0: _Bound = ("0 or more", lambda x: 0 <= x < math.inf)
 _FRACTION: _Bound = ("from 0 to 1", lambda x: 0 <= x <= 1)
 BELOW_1: _Bound = ("at least 0 and below 1", lambda x: 0 <= x < 1)
-ABOVE_0: _Bound = ("above 0", lambda x: 0 < x < math.inf)
+ABOVE_0: _Bound = ("a finite number above 0", lambda x: 0 < x < math.inf)
 _AT_LEAST_1: _Bound = ("1 or more", lambda x: 1 <= x < math.inf)
 
 _Group = TypeVar("_Group")
