@@ -25,7 +25,7 @@ import collections
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from absl import app, flags
@@ -280,15 +280,12 @@ def _run(arguments: Sequence[str]) -> int:
             print(line)
             is_damaged |= reports_damage
         return 2 if is_damaged else 0
+    lines: Iterable[str] = describe(data_dir, splits, values.num_examples)
     if values.ids:
-        for line in table_sizes(data_dir, splits):
-            print(line)
-        return 0
+        lines = table_sizes(data_dir, splits)
     if values.repair:
-        repair = of_satellite("data.prepare.preparing", "repair")
-        print("\n".join(repair(data_dir, splits, values.repair)))
-        return 0
-    for line in describe(data_dir, splits, values.num_examples):
+        lines = of_satellite("data.prepare.preparing", "repair")(data_dir, splits, values.repair)
+    for line in lines:
         print(line)
     if values.grid:
         picture = image_grid(data_dir, "train" if "train" in splits else splits[0])

@@ -5,6 +5,7 @@ checkpointer = build_checkpointer(recipe, "runs/a", inputs, learner)
 """
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Mapping
 from functools import partial
@@ -34,9 +35,8 @@ from trainer.learner.variables import is_trainable, tables_of
 from trainer.models import build_model, declared_outputs
 from trainer.run_files import RunFiles
 from trainer.step.advice import advice
-from trainer.step.default_metrics import default_metrics
 from trainer.step.keras_losses import KerasLoss, ModelLoss, is_keras, output_names, overrides
-from trainer.step.keras_metrics import KerasMetrics, split_metrics
+from trainer.step.keras_metrics import KerasMetrics, default_metrics, split_metrics
 from trainer.step.layer_options import Use, check_layers
 from trainer.step.losses import PerExample, smoothed_crossentropy
 from trainer.step.optimizers import (
@@ -140,7 +140,7 @@ def _check_virtual_replicas(learner: Learner, recipe: Recipe, strategy: str) -> 
     what = ""
     if strategy == "ps" and learner.layer_state:
         what = "moving statistics, which workers of ps would change one after the other"
-    elif learner.has_own_state:
+    elif learner.own_state:
         what = "state of its own, which each replica would change by its own parts"
     if what and learner.overrides_gradients:
         raise ConfigError(
@@ -263,6 +263,15 @@ def _check_learner(learner: object, recipe: Recipe) -> None:
             "loss, but the file defines another `gradients`. Type "
             "--config.precision=mixed_bfloat16, which needs no scale."
         )
+    if recipe.config.histogram_every_steps:
+        try:
+            inspect.signature(learner.gradients).bind((), training=False)
+        except TypeError as error:
+            raise ConfigError(
+                f"config.histogram_every_steps needs gradients without an effect, but `gradients` "
+                f"of the Learner of {recipe.path} takes no argument `training`. Write `def "
+                "gradients(self, batch, *, training=True)`, and call the model with it."
+            ) from error
 
 
 def build_checkpointer(

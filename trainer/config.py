@@ -61,10 +61,7 @@ from trainer.step.options import (
     ScheduleConfig,
     StepOptions,
     WarmStartConfig,
-    at_least,
     group,
-    number,
-    one_of,
     option,
 )
 from trainer.step.options import ConfigError as ConfigError  # Users import it from here.
@@ -117,12 +114,12 @@ class DataConfig:
     train_split: str = "train"
     eval_split: str = "test"
     shuffle: bool = True
-    lanes: int = at_least(0, 0)
-    window_batches: int = at_least(1, 32)
-    prefetch_batches: int = at_least(0, 0)
-    on_corrupt: str = one_of(FAIL, SKIP)
-    cache_bytes: int = at_least(0, 0)
-    max_record_bytes: int = at_least(1, 1 << 30)
+    lanes: int = option(0, at_least=0)
+    window_batches: int = option(32, at_least=1)
+    prefetch_batches: int = option(0, at_least=0)
+    on_corrupt: str = option(FAIL, one_of=(FAIL, SKIP))
+    cache_bytes: int = option(0, at_least=0)
+    max_record_bytes: int = option(1 << 30, at_least=1)
     inputs: tuple[str, ...] = ()
     label: str = ""
 
@@ -190,35 +187,35 @@ class RunOptions:
     dataset: str = "digits"
     data_dir: str = ""
     data_cache_dir: str = ""
-    data_cache_bytes: int = at_least(0, 10 << 30)
-    seed: int = at_least(0, 0, bound=("below 2**32", lambda seed: seed < 2**32))
-    batch_size: int = at_least(1, 64, bound=_AT_MOST_2_24)
-    eval_batch_size: int = at_least(0, 0, bound=_AT_MOST_2_24)
+    data_cache_bytes: int = option(10 << 30, at_least=0)
+    seed: int = option(0, at_least=0, bound=("below 2**32", lambda seed: seed < 2**32))
+    batch_size: int = option(64, at_least=1, bound=_AT_MOST_2_24)
+    eval_batch_size: int = option(0, at_least=0, bound=_AT_MOST_2_24)
     optimizer: str = "adam"
-    learning_rate: float = number(0.001, ABOVE_0)
-    train_steps: int = at_least(1, 1000)
-    steps_per_call: int = at_least(1, 50)
-    log_every_steps: int = at_least(1, 100)
-    eval_every_steps: int = at_least(0, 0)
-    checkpoint_every_steps: int = at_least(0, 1000)
-    keep_checkpoints: int = at_least(1, 3)
-    complete_checkpoint_every: int = at_least(1, 1)
-    recover_from_nan: int = at_least(
-        0, 0, needs=(("checkpoint_every_steps",), "checkpoint_every_steps=100")
+    learning_rate: float = option(0.001, bound=ABOVE_0)
+    train_steps: int = option(1000, at_least=1)
+    steps_per_call: int = option(50, at_least=1)
+    log_every_steps: int = option(100, at_least=1)
+    eval_every_steps: int = option(0, at_least=0)
+    checkpoint_every_steps: int = option(1000, at_least=0)
+    keep_checkpoints: int = option(3, at_least=1)
+    complete_checkpoint_every: int = option(1, at_least=1)
+    recover_from_nan: int = option(
+        0, at_least=0, needs=(("checkpoint_every_steps",), "checkpoint_every_steps=100")
     )
     best_metric: str = "loss"
-    best_mode: str = one_of("auto", "min", "max")
-    histogram_every_steps: int = at_least(0, 0)
-    profile_first_step: int = at_least(0, 0)
-    profile_num_steps: int = at_least(
-        1, 10, needs=(("profile_first_step",), "profile_first_step=100")
+    best_mode: str = option("auto", one_of=("auto", "min", "max"))
+    histogram_every_steps: int = option(0, at_least=0)
+    profile_first_step: int = option(0, at_least=0)
+    profile_num_steps: int = option(
+        10, at_least=1, needs=(("profile_first_step",), "profile_first_step=100")
     )
     trackers: str = ""
     export: bool = True
-    precision: str = one_of(*PRECISIONS)
-    jit_compile: bool | str = one_of("auto", True, False)
+    precision: str = option(PRECISIONS[0], one_of=PRECISIONS)
+    jit_compile: bool | str = option("auto", one_of=("auto", True, False))
     deterministic: bool = False
-    label_smoothing: float = number(0.0, BELOW_1)
+    label_smoothing: float = option(0.0, bound=BELOW_1)
     freeze: str = option("", is_pattern=True)
     schedule: ScheduleConfig = group(ScheduleConfig)
     early_stopping: EarlyStoppingConfig = group(EarlyStoppingConfig)

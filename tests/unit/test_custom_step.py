@@ -114,6 +114,18 @@ def test_option_that_an_overridden_gradients_would_ignore_is_refused(
     assert type(build_learner(plain)) is Learner
 
 
+def test_histograms_need_gradients_without_an_effect(recipe: Recipe) -> None:
+    class Own(Learner):
+        def gradients(self, batch: Any) -> Any:  # type: ignore[override]
+            return super().gradients(batch)
+
+    recipe.config.histogram_every_steps = 10
+    build_learner(recipe)
+    own = dataclasses.replace(recipe, build_learner=lambda config, **parts: Own(**parts))
+    with pytest.raises(ConfigError, match=r"def gradients\(self, batch, \*, training=True\)"):
+        build_learner(own)
+
+
 @pytest.mark.slow
 def test_options_of_apply_hold_for_both_networks(recipe: Recipe) -> None:
     recipe.config.clip.global_norm = 1e-12

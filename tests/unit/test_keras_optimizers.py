@@ -86,6 +86,24 @@ def test_setting_has_the_effect_of_keras_on_one_device_and_the_run_says_so(name:
         assert_close(trained(learner, num), model.get_weights(), rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nadam", "adafactor", "schedulefreeadamw"])
+def test_corrected_optimizer_is_compiled_by_xla(name: str) -> None:
+    found = []
+    for is_compiled in (False, True):
+        strategy = replicas(1)
+        with strategy.scope():
+            learner = build_learner(recipe(Config(batch_size=BATCH, optimizer=name)))
+        if is_compiled:
+            learner.compile_with_xla()
+        gradients = [tf.zeros(v.shape) for v in learner.dense_variables]
+        apply = tf.function(lambda given, s=strategy, m=learner: s.run(m.apply, args=(given,)))
+        graph = apply.get_concrete_function(gradients).graph.as_graph_def()
+        assert ("_XlaMustCompile" in str(graph)) is is_compiled
+        found.append(trained(learner, 1))
+    assert_close(*found, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     "setting", [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_overwrite_frequency": 3}]
 )

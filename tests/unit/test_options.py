@@ -39,7 +39,7 @@ def test_valid_options_are_accepted(changes: dict[str, Any]) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"schedule.kind": "linear"}, "one of constant, exponential, step, cosine"),
+    ({"schedule.kind": "linear"}, "be constant, cosine, .*Type --config.schedule.kind=cosine"),
     ({"schedule.kind": "exponential"}, "schedule.decay_steps=1000"),
     ({"schedule.kind": "step"}, r"boundaries='\(32000, 48000\)'"),
     ({"schedule.kind": "step", "schedule.boundaries": (5, 3)}, r"that rise.*\(5, 3\)"),

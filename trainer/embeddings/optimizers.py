@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import tensorflow as tf
 from typing_extensions import override
 
-from trainer.step.options import ABOVE_0, AT_LEAST_0, BELOW_1, ConfigError, number
+from trainer.step.options import ABOVE_0, AT_LEAST_0, BELOW_1, ConfigError, option
 
 # The name of a slot: its first value, and True if it has one value for each row.
 Slots: TypeAlias = Mapping[str, tuple[float, bool]]
@@ -86,7 +86,7 @@ class Adagrad(TableOptimizer):
     Duchi et al., "Adaptive Subgradient Methods for Online Learning", 2011.
     """
 
-    initial_accumulator: float = number(0.1, AT_LEAST_0)
+    initial_accumulator: float = option(0.1, bound=AT_LEAST_0)
     epsilon: float = 1e-7
     _slots: ClassVar = {"accumulator": False}
 
@@ -137,10 +137,10 @@ class FTRL(TableOptimizer):
         l2: L2 regularisation, as part of the formula.
     """
 
-    initial_accumulator: float = number(0.1, AT_LEAST_0)
+    initial_accumulator: float = option(0.1, bound=AT_LEAST_0)
     learning_rate_power: float = 0.5
-    l1: float = number(0.0, AT_LEAST_0)
-    l2: float = number(0.0, AT_LEAST_0)
+    l1: float = option(0.0, bound=AT_LEAST_0)
+    l2: float = option(0.0, bound=AT_LEAST_0)
     _slots: ClassVar = {"accumulator": False, "linear": False}
 
     @override
@@ -168,8 +168,8 @@ class LazyAdam(TableOptimizer):
     under asynchronous ps two updates of one row at the same time may lose one of them.
     """
 
-    beta_1: float = number(0.9, BELOW_1)
-    beta_2: float = number(0.999, BELOW_1)
+    beta_1: float = option(0.9, bound=BELOW_1)
+    beta_2: float = option(0.999, bound=BELOW_1)
     epsilon: float = 1e-7
     _slots: ClassVar = {"momentum": False, "velocity": False}
 

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Self
 
-from trainer.exit_codes import EXIT_RESTART, remove_empty, reserved_directories
+from trainer.exit_codes import EXIT_RESTART
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,6 @@ class StopSignals:
         name = signal.Signals(number).name
         if self._is_stop_requested or self._stop is None:
             log.warning("%s: this task ends at once.", name)
-            remove_empty(reserved_directories)
             os._exit(EXIT_RESTART)
         log.warning(
             "%s: this task saves and ends after the steps in flight. Send the signal again to "

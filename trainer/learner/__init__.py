@@ -182,20 +182,15 @@ class Learner(Update):
         return [*slots, *self.layer_state, *counters, *(v for each in state for v in each)]
 
     @property
-    def _own_state(self) -> list[tf.Variable]:
+    def own_state(self) -> list[tf.Variable]:
         """What a subclass adds to `state`."""
         ours = super().state
         return [v for name, each in self.state.items() if name not in ours for v in each]
 
     @property
-    def has_own_state(self) -> bool:
-        """True if a subclass adds variables to `state`."""
-        return bool(self._own_state)
-
-    @property
     def forward_state(self) -> Sequence[tf.Variable]:
         """The variables that `gradients` may change: all but those of the base class's `apply`."""
-        return [*self._not_trained, *self._own_state]
+        return [*self._not_trained, *self.own_state]
 
     def weights(self) -> list[npt.NDArray[np.generic]]:
         """Returns the values of `model.variables` that `evaluate` uses: averages, if there are any.

@@ -33,7 +33,7 @@ class Objective:
 
     Attributes:
         keras_metrics: The metrics that are not functions of one example; None if there are none.
-        directions: Of metrics for which the config says it, by name: True if lower is better.
+        directions: What the config says of metrics, by name: True if lower is better.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Objective:
         """
         known = self.keras_metrics.are_lower_better if self.keras_metrics else {}
         said = {**dict.fromkeys(self._loss_names, True), **known, **self.directions}
-        return said[metric] if metric in said else is_cost(metric)
+        return said.get(metric, is_cost(metric))
 
     def weights_of(self, labels: Batch, weights: Batch | None) -> Batch | None:
         """Returns the weights of the examples in training: `weights`, or those of their classes."""

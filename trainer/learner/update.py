@@ -21,6 +21,7 @@ from trainer.learner.differentiation import Differentiation
 from trainer.step.fused_updates import Update as FusedUpdate
 from trainer.step.fused_updates import fused_update, supports
 from trainer.step.loss_scale import LossScale, all_finite
+from trainer.step.optimizers import supported_optimizers
 from trainer.step.options import ClipConfig, matching
 from trainer.step.schedules import RateFactor
 
@@ -154,9 +155,9 @@ class Update(Differentiation):
         equal to the last bit.
         """
         is_one_process = isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)
-        is_of_keras = type(self.optimizer).__module__.startswith("keras.")
+        is_known = type(self.optimizer) in supported_optimizers().values()
         has_constraint = any(v.constraint is not None for v in self.dense_variables)
-        return is_one_process and is_of_keras and not has_constraint
+        return is_one_process and is_known and not has_constraint
 
     def _change_copies(
         self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Tensor

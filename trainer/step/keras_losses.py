@@ -40,12 +40,7 @@ ONLY_OUTPUT = "output"
 
 def is_keras_function(value: object) -> bool:
     """Returns True for a function of Keras, for example keras.losses.mean_squared_error."""
-    return inspect.isfunction(value) and is_of_keras(value)
-
-
-def is_of_keras(value: Any) -> bool:  # Any: a class or a function.
-    """Returns True if Keras defines `value`."""
-    return bool(value.__module__.partition(".")[0] == "keras")
+    return inspect.isfunction(value) and value.__module__.partition(".")[0] == "keras"
 
 
 def is_class_of(value: object, *kinds: type) -> bool:
@@ -278,11 +273,18 @@ def _per_example(
 
 def require_name(what: str, name: str, kind: ModuleType) -> None:
     """Raises ConfigError if `name` is none of `kind`: keras.losses or keras.metrics."""
+    if _has_name(kind, name):
+        return
+    names = difflib.get_close_matches(name, ["accuracy", *vars(kind)])
+    of_kind = kind.__name__.rpartition(".")[2]
+    near = next((other for other in names if _has_name(kind, other)), "")
+    hint = f"Did you mean {near!r}?" if near else f"See keras.io/api/{of_kind}."
+    raise ConfigError(f"{what} is none of Keras' {of_kind}. {hint}")
+
+
+def _has_name(kind: ModuleType, name: str) -> bool:
     try:
         kind.get(name)
-    except ValueError as error:
-        known = ["accuracy", *(name for name in sorted(vars(kind)) if not name.startswith("_"))]
-        near = difflib.get_close_matches(name, known, n=1)
-        of_kind = kind.__name__.rpartition(".")[2]
-        hint = f"Did you mean {near[0]!r}?" if near else f"See keras.io/api/{of_kind}."
-        raise ConfigError(f"{what} is none of Keras' {of_kind}. {hint}") from error
+    except (ValueError, TypeError) as error:
+        return isinstance(error, TypeError)  # The class needs arguments.
+    return True

@@ -13,11 +13,8 @@ functions, as in `fit`.
 """
 
 import concurrent.futures
-import contextlib
-import dis
-import inspect
+import functools
 from collections.abc import Mapping, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -25,32 +22,29 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.system.compat.keras_compile import (
-    CompileMetrics,
-    copy_of_wrapper,
-    get_metric,
-    is_lower_better,
-)
+from data.system.compat.keras_compile import CompileMetrics, get_metric, is_lower_better
 from data.system.compat.keras_layers import select_mask
+from data.system.compat.metrics_without_variables import made_anew
 from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
 from trainer.step.keras_losses import (
     ONLY_OUTPUT,
+    LossSpec,
     is_class_of,
+    is_keras,
     is_keras_function,
-    is_of_keras,
     require_name,
     unreduced,
 )
-from trainer.step.losses import PerExample
+from trainer.step.losses import PerExample, accuracy
 from trainer.step.options import ConfigError
 
 # Any: a list, or a dict by output, of names, keras.metrics objects, their classes and functions.
 MetricSpec: TypeAlias = Any
 
 _TOLERANCE = 1e-4
-_RESOLVED_BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
+_ACCURACY = ("accuracy", "acc")  # Keras chooses the class by the shapes.
 
 
 class Renamed(NamedTuple):
@@ -66,7 +60,7 @@ class KerasMetrics:
     Attributes:
         size: The number of totals; known after `build`, as the names are.
         names: The names of the results.
-        are_lower_better: Of the metrics of which Keras knows it, by name.
+        are_lower_better: By name, only of the metrics of which Keras knows it.
     """
 
     def __init__(self, metrics: MetricSpec, weighted_metrics: MetricSpec) -> None:
@@ -78,7 +72,8 @@ class KerasMetrics:
     def build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         """Makes the metrics for `labels` and `outputs`, nests of specs.
 
-        Each call makes new ones: objects of a config file only say what to make.
+        Each call makes new ones: objects of a config file only say what to make. Objects that were
+        made elsewhere, in a notebook for example, are used, as in Keras' `compile`.
 
         Raises:
             ConfigError: a metric cannot be made, or does not fit the labels and outputs.
@@ -90,16 +85,13 @@ class KerasMetrics:
 
     def _build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
         examples = tf.nest.map_structure(_zeros, (labels, outputs))
-        specs = self._specs
-        if any(len(s.shape) > 1 and s.shape[-1] is None for s in tf.nest.flatten(labels)):
-            specs = (_of_any_width(specs[0]), _of_any_width(specs[1]))
+        has_width = all(len(s.shape) < 2 or s.shape[-1] for s in tf.nest.flatten(labels))
         try:
-            metrics, weighted_metrics = (_fresh(spec, *examples) for spec in specs)
-            self._metrics = CompileMetrics(
-                metrics, weighted_metrics, output_names=list(output_names)
-            )
+            made = (_fresh(spec, examples, has_width=has_width) for spec in self._specs)
+            self._metrics = CompileMetrics(*made, output_names=list(output_names))
             with tf.device("CPU:0"):
                 self._metrics.update_state(*examples, self._ones(examples[1]))
+                self._metrics.reset_state()
                 self._initial = [np.asarray(v) for v in self._metrics.stateless_reset_state()]
         except ConfigError:
             raise
@@ -110,20 +102,24 @@ class KerasMetrics:
                 f"{first_line(error)} (labels and outputs have the shapes {shapes})"
                 f"{shape_advice(labels, outputs) or '.'}"
             ) from error
-        self.size = sum(part.size for part in self._initial)
-        values, made = self._values(np.zeros([self.size])), self._metrics.metrics
-        self.names = tuple(name for each in values.items() for name in _numbered(*each))
-        if len(values) < len(made) or len({*self.names}) < len(self.names):
+        if len({*map(id, self._metrics.variables)}) < len(self._initial):
             raise ConfigError(
-                f"Two metrics have one name in the reports: {', '.join(m.name for m in made)}. "
+                "One metric object is given twice, and would count twice. Make one for each place."
+            )
+        self.size = sum(part.size for part in self._initial)
+        values, metrics = self._values(np.zeros([self.size])), self._metrics.metrics
+        self.names = tuple(name for each in values.items() for name in _numbered(*each))
+        if len(values) < len(metrics) or len({*self.names}) < len(self.names):
+            raise ConfigError(
+                f"Two metrics have one name in the reports: {', '.join(m.name for m in metrics)}. "
                 "Give one of them another name, keras.metrics.AUC(name='NAME') for example."
             )
-        known = {
-            name: is_lower_better(metric)
-            for each, metric in zip(values.items(), made, strict=True)
+        self.are_lower_better = {
+            name: is_lower
+            for each, metric in zip(values.items(), metrics, strict=True)
+            if (is_lower := is_lower_better(metric)) is not None
             for name in _numbered(*each)
         }
-        self.are_lower_better = {name: lower for name, lower in known.items() if lower is not None}
 
     def update(
         self,
@@ -201,40 +197,35 @@ def _numbered(name: str, value: npt.NDArray[np.float64]) -> dict[str, float]:
     return {f"{name}_{i}": float(item) for i, item in enumerate(value.ravel())}
 
 
-def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
-    """Returns `spec` with a copy of each metric: another run may use those of the file."""
+def _fresh(spec: MetricSpec, examples: tuple[Batch, Batch], *, has_width: bool) -> MetricSpec:
+    """Returns `spec` with a copy of each metric: another run may use those of the file.
+
+    `examples` are labels and outputs. Without `has_width` the last axis of labels is of a size that
+    only a step knows.
+    """
+    again = functools.partial(_fresh, examples=examples, has_width=has_width)
     if isinstance(spec, Renamed):
-        made = _fresh(spec.metric, labels, outputs)
-        made = get_metric(made, *(tf.nest.flatten(nest)[0] for nest in (labels, outputs)))
+        made = get_metric(again(spec.metric), *(tf.nest.flatten(nest)[0] for nest in examples))
         made.name = spec.name
         return made
     if isinstance(spec, Mapping):
-        return {name: _fresh(part, labels, outputs) for name, part in spec.items()}
+        return {name: again(part) for name, part in spec.items()}
     if isinstance(spec, (list, tuple)):
-        return [_fresh(part, labels, outputs) for part in spec]
-    if isinstance(spec, str) and spec not in _RESOLVED_BY_SHAPE:
-        require_name(f"metric {spec!r}", spec, keras.metrics)
+        return [again(part) for part in spec]
+    if isinstance(spec, str):
+        if spec.lower() not in _ACCURACY:
+            require_name(f"metric {spec!r}", spec, keras.metrics)
+        elif not has_width:
+            return keras.metrics.MeanMetricWrapper(_accuracy, name=spec)
     if is_class_of(spec, keras.Loss):
         spec = spec()
     if isinstance(spec, keras.Loss):  # With a reduction, a small part would count as a large one.
         spec = unreduced(spec)
-    return _made_again(spec) if isinstance(spec, keras.metrics.Metric) else spec
-
-
-def _of_any_width(spec: MetricSpec) -> MetricSpec:
-    """Returns `spec` with an accuracy that finds what labels are when their width is known."""
-    if isinstance(spec, Renamed):
-        return Renamed(spec.name, _of_any_width(spec.metric))
-    if isinstance(spec, Mapping):
-        return {name: _of_any_width(part) for name, part in spec.items()}
-    if isinstance(spec, (list, tuple)):
-        return [_of_any_width(part) for part in spec]
-    is_resolved = isinstance(spec, str) and spec.lower() in ("accuracy", "acc")
-    return keras.metrics.MeanMetricWrapper(_accuracy, name=spec) if is_resolved else spec
+    return made_anew(spec) if isinstance(spec, keras.metrics.Metric) else spec
 
 
 def _accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-    """Keras' "accuracy" of labels with one number of a class, or with a number for each class."""
+    """Keras' "accuracy" if only a step knows whether labels are classes or one-hot."""
     if outputs.shape[-1] == 1:
         return keras.metrics.binary_accuracy(labels, outputs)
     if len(labels.shape) < len(outputs.shape):
@@ -244,86 +235,43 @@ def _accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.equal(tf.argmax(outputs, axis=-1), classes), tf.float32)
 
 
-def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    """Returns a new metric with the config of `metric`, or raises ConfigError."""
-    kind = type(metric)
-    if kind is keras.metrics.MeanMetricWrapper:  # Its config has only functions that Keras knows.
-        return copy_of_wrapper(metric)
-    cause: Exception | None = None
-    try:
-        made = kind.from_config(metric.get_config())
-    except Exception as error:  # A user's class may raise any error.
-        reason, cause = f"{type(error).__name__}: {first_line(error)}", error
-    else:
-        # Arguments with defaults may be lost without an error.
-        if not (lost := _lost(metric, made)):
-            return made
-        reason = f"its {', '.join(lost)} would differ"
-    raise ConfigError(
-        f"Metric {metric.name!r} cannot be made again from its config, as each run must: {reason}. "
-        f"Define get_config() in class {kind.__name__}: it returns all arguments of __init__."
-    ) from cause
+def default_metrics(loss: LossSpec, outputs: Batch) -> MetricSpec:
+    """Returns the accuracy that suits `loss`; no metric for losses of numbers.
 
-
-def _lost(metric: keras.metrics.Metric, made: keras.metrics.Metric) -> list[str]:
-    """Returns the attributes of a user's `metric` in which `made`, of its config, differs.
-
-    Only what `__init__` alone sets is compared, if `_described` knows it: others have the state of
-    an earlier use, and the metric of a file may lack its variables.
+    `outputs` are those of the model, a nest of specs; None if they are not known. A `loss` that is
+    a function gets the accuracy, too: `build_metrics` of trainer/inputs.py leaves it out if labels
+    are no classes. Functions and not objects are returned: this is called where a model is built,
+    and metrics make variables.
     """
-    kind = type(metric)
-    if is_of_keras(kind) or set(inspect.signature(kind).parameters) <= {"name", "dtype"}:
+    if not is_keras(loss):
+        return {"accuracy": accuracy}
+    if isinstance(loss, (list, tuple, Mapping)) and len(loss) == 1:
+        (loss,) = loss.values() if isinstance(loss, Mapping) else loss
+    outputs = tf.nest.flatten(outputs)
+    if len(outputs) > 1:
         return []
-    of_base, of_made = vars(keras.metrics.Metric()), vars(made)
-    lost = []
-    for name in vars(metric).keys() - of_base.keys() - _set_in_use(kind):
-        given, found = (
-            [_described(value) for value in keras.tree.flatten(part.get(name))]
-            for part in (vars(metric), of_made)
-        )
-        has_value = any(value != repr(None) for value in given)
-        if None not in given and (has_value or None not in found) and given != found:
-            lost.append(name)
-    return sorted(lost)
+    name = getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__)
+    kind = name.replace("_", "").lower()
+    if "crossentropy" not in kind and kind != "ce":
+        return []
+    # Accuracy would count the examples that the loss ignores, or compare along another axis.
+    if getattr(loss, "ignore_class", None) is not None or getattr(loss, "axis", -1) != -1:
+        return []
+    if kind in ("sparsecategoricalcrossentropy", "categoricalgeneralizedcrossentropy"):
+        return [Renamed("accuracy", keras.metrics.sparse_categorical_accuracy)]
+    if kind in ("categoricalcrossentropy", "categoricalfocalcrossentropy"):
+        return [Renamed("accuracy", keras.metrics.categorical_accuracy)]
+    is_narrow = outputs and outputs[0] is not None and outputs[0].shape[-1] == 1
+    if is_narrow or kind in ("binarycrossentropy", "binaryfocalcrossentropy"):
+        threshold = 0.0 if getattr(loss, "from_logits", False) else 0.5
+        return [Renamed("accuracy", functools.partial(_binary_accuracy, threshold=threshold))]
+    return ["accuracy"]
 
 
-def _set_in_use(kind: type) -> set[str]:
-    """Returns the attributes that methods of a user's class set, but for `__init__`: counters."""
-    methods = [
-        inspect.unwrap(value)
-        for base in kind.__mro__
-        if not is_of_keras(base)
-        for name, value in vars(base).items()
-        if name != "__init__"
-    ]
-    return {
-        str(instruction.argval)
-        for method in filter(inspect.isfunction, methods)
-        for instruction in dis.get_instructions(method)
-        if instruction.opname == "STORE_ATTR"
-    }
-
-
-def _described(value: Any) -> str | None:
-    """Returns a text that is equal for equal values; None for a value of another kind.
-
-    Of a function it has the code, and the values that it uses; of a metric or a loss, the config.
-    """
-    if isinstance(value, (np.ndarray, np.generic)):
-        return repr(value.tolist())
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
-        return repr(value)
-    if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
-        return repr(value.numpy().tolist())
-    if isinstance(value, FunctionType):
-        uses = [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
-        parts = [_described(part) for part in uses if not isinstance(part, FunctionType)]
-        return repr((value.__code__, parts))
-    if isinstance(value, (keras.metrics.Metric, keras.Loss)):
-        with contextlib.suppress(Exception):  # Whatever a user's get_config() raises.
-            config = {**value.get_config(), "name": ""}
-            return repr((type(value), [_described(part) for part in keras.tree.flatten(config)]))
-    return None
+def _binary_accuracy(labels: tf.Tensor, outputs: tf.Tensor, threshold: float) -> tf.Tensor:
+    """Keras' binary_accuracy, but a label is a probability: 0.9 agrees with each output above."""
+    is_one = labels if labels.dtype == tf.bool else labels > tf.cast(0.5, labels.dtype)
+    return keras.metrics.binary_accuracy(is_one, outputs, threshold=threshold)
 
 
 def split_metrics(
@@ -344,11 +292,11 @@ def split_metrics(
             f"{what} is {metrics!r}, but must be a list or a dict of names, keras.metrics objects "
             "and functions of (labels, outputs)."
         )
-    if set(metrics) <= {*output_names, *([ONLY_OUTPUT] if len(output_names) == 1 else [])}:
-        if len(output_names) > 1:
-            return {}, dict(metrics)
-        if all(isinstance(of_output, (list, tuple)) for of_output in metrics.values()):
-            return {}, [metric for of_output in metrics.values() for metric in of_output]
+    if len(output_names) > 1 and set(metrics) <= set(output_names):
+        return {}, dict(metrics)
+    are_lists = all(isinstance(of_output, (list, tuple)) for of_output in metrics.values())
+    if len(output_names) == 1 and are_lists and set(metrics) <= {*output_names, ONLY_OUTPUT}:
+        return {}, [metric for of_output in metrics.values() for metric in of_output]
     functions: dict[str, PerExample] = {}
     others = []
     for name, metric in metrics.items():

@@ -85,10 +85,8 @@ def require_per_example(name: str, value: tf.Tensor, labels: Batch, outputs: Bat
         raise ValueError(f"{message} Received: shape {value.shape} of {examples.shape[:1]}.")
     if value.shape.is_fully_defined() and examples.shape[:1].is_fully_defined():
         return value
-    shapes = tf.shape(value), tf.shape(examples)[:1]
-    # Shapes of different ranks cannot be compared.
-    is_valid = tf.equal(tf.reduce_prod(shapes[0]), shapes[1][0]) & tf.equal(tf.size(shapes[0]), 1)
-    with tf.control_dependencies([tf.debugging.Assert(is_valid, [message, *shapes])]):
+    is_equal = tf.debugging.assert_equal(tf.shape(value), tf.shape(examples)[:1], message)
+    with tf.control_dependencies([is_equal]):
         return tf.ensure_shape(value, [None])
 
 

@@ -11,7 +11,6 @@ formula elsewhere is refused.
 """
 
 import functools
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,14 +206,9 @@ def optimizer_named(
 
     `weight_decay` 0 is the default of that optimizer.
     """
-    kind = supported_optimizers()[name]
-    parameters = inspect.signature(kind).parameters
-    off = {name: None for name in ("weight_decay", "adam_weight_decay") if name in parameters}
-    if kind is keras.optimizers.AdamW:
-        del off["weight_decay"]  # It cannot be created without.
-    optimizer = kind(learning_rate=learning_rate, **off)
-    optimizer.weight_decay = None
-    return optimizer, weight_decay or parameters["weight_decay"].default or 0.0
+    optimizer = supported_optimizers()[name](learning_rate=learning_rate)
+    of_optimizer = adopt(optimizer).options.weight_decay.rate
+    return optimizer, weight_decay or of_optimizer
 
 
 def check_optimizer(optimizer: keras.Optimizer) -> None:

@@ -28,29 +28,24 @@ PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
 # Any: a field of several types.
-def option(default: Any, **metadata: Any) -> Any:
-    """Declares a field of a config with what trainer/config_checks.py checks.
+def option(default: Any, **checks: Any) -> Any:
+    """Declares a field of a config, with what trainer/config_checks.py checks.
 
-    `needs` is (names of fields, one of which must be set; an example). With `is_pattern` the field
-    is a regular expression. If a ShardedEmbedding does not support the option, `with_tables` says
-    what to use instead.
+    | check | the value is |
+    | --- | --- |
+    | `at_least` | a whole number of this or more |
+    | `bound` | a number for which the test of the bound is true |
+    | `one_of` | one of these |
+    | `is_pattern` | a regular expression |
+    | `needs` | set only with one of the fields of the first entry; the second is an example |
+    | `with_tables` | the default if the model has a ShardedEmbedding; says what to use instead |
     """
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=checks)
 
 
-def at_least(least: int, default: int, **metadata: Any) -> int:
-    """Declares a whole number of a config with its lower bound."""
-    return field(default=default, metadata={"at_least": least, **metadata})
-
-
-def one_of(*values: Any) -> Any:
-    """Declares a field of a config with its `values`; the first is the default."""
-    return option(values[0], one_of=values)
-
-
-def group(kind: Callable[[], _Group], **metadata: Any) -> _Group:
+def group(kind: Callable[[], _Group], **checks: Any) -> _Group:
     """Declares a field that is a group of fields, with the default values of `kind`."""
-    return field(default_factory=kind, metadata=metadata)
+    return field(default_factory=kind, metadata=checks)
 
 
 class ConfigError(UsageError):
@@ -65,9 +60,14 @@ def must_be(needed: str, name: str, value: object, example: object) -> ConfigErr
     )
 
 
-def number(default: float, bound: _Bound, **metadata: Any) -> float:
-    """Declares a number of a config with its bound."""
-    return field(default=default, metadata={"bound": bound, **metadata})
+# The kinds of schedules, and the fields that only some of them use.
+_FIELDS_OF_KIND = {
+    "constant": (),
+    "cosine": ("decay_steps", "end_fraction"),
+    "exponential": ("decay_steps", "decay_rate", "staircase"),
+    "polynomial": ("decay_steps", "end_fraction", "power"),
+    "step": ("boundaries", "decay_rate"),
+}
 
 
 @dataclass
@@ -79,10 +79,10 @@ class ScheduleConfig:
     | kind | factor | fields |
     | --- | --- | --- |
     | constant | 1 | |
-    | exponential | decay_rate ** (t / decay_steps) | decay_steps, decay_rate, staircase |
-    | step | decay_rate ** (number of boundaries <= t) | boundaries, decay_rate |
     | cosine | from 1 to end_fraction in decay_steps, as half a cosine | decay_steps, end_fraction |
-    | polynomial | the same, as (1 - t / decay_steps) ** power | decay_steps, end_fraction, power |
+    | exponential | decay_rate ** (t / decay_steps) | decay_steps, decay_rate, staircase |
+    | polynomial | as cosine, by (1 - t / decay_steps) ** power | decay_steps, end_fraction, power |
+    | step | decay_rate ** (number of boundaries <= t) | boundaries, decay_rate |
 
     Attributes:
         kind: One of the kinds above.
@@ -98,24 +98,21 @@ class ScheduleConfig:
             batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
     """
 
-    kind: str = "constant"
-    warmup_steps: int = at_least(0, 0)
-    warmup_start: float = number(
-        0.0, _FRACTION, needs=(("schedule.warmup_steps",), "schedule.warmup_steps=100")
+    kind: str = option("constant", one_of=(*_FIELDS_OF_KIND,))
+    warmup_steps: int = option(0, at_least=0)
+    warmup_start: float = option(
+        0.0, bound=_FRACTION, needs=(("schedule.warmup_steps",), "schedule.warmup_steps=100")
     )
-    decay_steps: int = at_least(0, 0)
-    decay_rate: float = number(0.1, ABOVE_0)
+    decay_steps: int = option(0, at_least=0)
+    decay_rate: float = option(0.1, bound=ABOVE_0)
     staircase: bool = False
     boundaries: tuple[int, ...] = ()
-    end_fraction: float = number(0.0, _FRACTION)
-    power: float = number(1.0, ABOVE_0)
-    base_batch_size: int = at_least(0, 0)
+    end_fraction: float = option(0.0, bound=_FRACTION)
+    power: float = option(1.0, bound=ABOVE_0)
+    base_batch_size: int = option(0, at_least=0)
 
     def check(self) -> None:
         """Raises ConfigError if a field does not fit the kind."""
-        if self.kind not in _FIELDS_OF_KIND:
-            kinds = f"one of {', '.join(_FIELDS_OF_KIND)}"
-            raise must_be(kinds, "schedule.kind", self.kind, "cosine")
         used = _FIELDS_OF_KIND[self.kind]
         for kind, names in _FIELDS_OF_KIND.items():
             for name in names:
@@ -138,16 +135,6 @@ class ScheduleConfig:
                 raise must_be(needed, "schedule.boundaries", bounds, "'(32000, 48000)'")
 
 
-# The fields that only some kinds use.
-_FIELDS_OF_KIND = {
-    "constant": (),
-    "exponential": ("decay_steps", "decay_rate", "staircase"),
-    "step": ("boundaries", "decay_rate"),
-    "cosine": ("decay_steps", "end_fraction"),
-    "polynomial": ("decay_steps", "end_fraction", "power"),
-}
-
-
 @dataclass
 class ClipConfig:
     """Clips the gradients of a step after their sum over the replicas; 0 does not clip.
@@ -161,9 +148,9 @@ class ClipConfig:
             "On the difficulty of training recurrent neural networks", 2013).
     """
 
-    value: float = number(0.0, AT_LEAST_0)
-    norm: float = number(0.0, AT_LEAST_0)
-    global_norm: float = number(0.0, AT_LEAST_0)
+    value: float = option(0.0, bound=AT_LEAST_0)
+    norm: float = option(0.0, bound=AT_LEAST_0)
+    global_norm: float = option(0.0, bound=AT_LEAST_0)
 
     def check(self) -> None:
         """Raises ConfigError if more than one field is set."""
@@ -187,8 +174,8 @@ class PenaltyConfig:
         variables: Pattern of the trainable variables that are penalised.
     """
 
-    l1: float = number(0.0, AT_LEAST_0)
-    l2: float = number(0.0, AT_LEAST_0)
+    l1: float = option(0.0, bound=AT_LEAST_0)
+    l2: float = option(0.0, bound=AT_LEAST_0)
     variables: str = option(
         "kernel|embeddings",
         is_pattern=True,
@@ -209,7 +196,7 @@ class WeightDecayConfig:
         exclude: Pattern of variables without decay, for example "bias|gamma|beta". Empty: none.
     """
 
-    rate: float = number(0.0, AT_LEAST_0)
+    rate: float = option(0.0, bound=AT_LEAST_0)
     exclude: str = option("", is_pattern=True)
 
 
@@ -226,7 +213,7 @@ class EmaConfig:
             use_ema; otherwise with the initial weights.
     """
 
-    decay: float = number(0.0, BELOW_1)
+    decay: float = option(0.0, bound=BELOW_1)
     warmup: bool = option(False, needs=(("ema.decay",), "ema.decay=0.999"))
     from_first_step: bool = option(False, needs=(("ema.decay",), "ema.decay=0.999"))
 
@@ -240,8 +227,8 @@ class LossScaleConfig:
         growth_steps: The scale is doubled after this number of steps without overflow.
     """
 
-    initial: float = number(2.0**15, _AT_LEAST_1)
-    growth_steps: int = at_least(1, 2000)
+    initial: float = option(2.0**15, bound=_AT_LEAST_1)
+    growth_steps: int = option(2000, at_least=1)
 
 
 # What the other fields of LocalStepsConfig need.
@@ -266,10 +253,10 @@ class LocalStepsConfig:
         overlap: Sums the changes while the next steps compute; each average comes so late.
     """
 
-    every: int = at_least(0, 0)
-    every_secs: float = number(0.0, AT_LEAST_0)
-    outer_learning_rate: float = number(1.0, ABOVE_0, needs=_LOCAL_STEPS)
-    outer_momentum: float = number(0.0, BELOW_1, needs=_LOCAL_STEPS)
+    every: int = option(0, at_least=0)
+    every_secs: float = option(0.0, bound=AT_LEAST_0)
+    outer_learning_rate: float = option(1.0, bound=ABOVE_0, needs=_LOCAL_STEPS)
+    outer_momentum: float = option(0.0, bound=BELOW_1, needs=_LOCAL_STEPS)
     overlap: bool = option(False, needs=_LOCAL_STEPS)
 
     @property
@@ -297,9 +284,9 @@ class EarlyStoppingConfig:
             `Objective.is_lower_better` says.
     """
 
-    patience: int = at_least(0, 0, needs=(("eval_every_steps",), "eval_every_steps=1000"))
-    min_delta: float = number(
-        0.0, AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
+    patience: int = option(0, at_least=0, needs=(("eval_every_steps",), "eval_every_steps=1000"))
+    min_delta: float = option(
+        0.0, bound=AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
     )
 
 
@@ -342,8 +329,8 @@ class StepOptions:
         clip, penalty, weight_decay, ema, loss_scale, local_steps: See trainer/step/options.py.
     """
 
-    micro_batches: int = at_least(1, 1)
-    virtual_replicas: int = at_least(0, 0)
+    micro_batches: int = option(1, at_least=1)
+    virtual_replicas: int = option(0, at_least=0)
     class_weight: dict[int, float] = field(default_factory=dict)
     clip: ClipConfig = group(ClipConfig, with_tables="clip_norm=..., an argument of the layer")
     penalty: PenaltyConfig = group(PenaltyConfig)

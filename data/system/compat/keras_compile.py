@@ -25,13 +25,6 @@ def is_lower_better(metric: keras.metrics.Metric) -> bool | None:
     return None if direction is None else direction == "down"
 
 
-def copy_of_wrapper(metric: keras.metrics.MeanMetricWrapper) -> keras.metrics.MeanMetricWrapper:
-    """A metric with the function of `metric`: its config has only functions that Keras knows."""
-    return keras.metrics.MeanMetricWrapper(
-        metric._fn, name=metric.name, dtype=metric.dtype, **metric._fn_kwargs
-    )
-
-
 def compute_loss(
     model: keras.Model, inputs: Any, labels: Any, outputs: Any, weights: Any, *, training: bool
 ) -> tf.Tensor:

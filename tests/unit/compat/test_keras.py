@@ -88,22 +88,6 @@ def test_compute_loss_may_lack_the_argument_training() -> None:
         vars(OldLoss)["compute_loss"](OldLoss(), **arguments, training=True)
 
 
-def own(labels: Any, outputs: Any, factor: float) -> Any:
-    return keras.ops.mean(labels * outputs, axis=-1) * factor
-
-
-def test_metric_is_copied_with_its_function() -> None:
-    metric = keras.metrics.MeanMetricWrapper(own, name="own", factor=3.0)
-    copy = keras_compile.copy_of_wrapper(metric)
-    copy.update_state(tf.constant([[2.0]]), tf.constant([[5.0]]))
-    assert (copy.name, float(copy.result()), float(metric.result())) == ("own", 30.0, 0.0)
-    try:
-        keras.metrics.MeanMetricWrapper.from_config(metric.get_config())
-    except Exception:  # Keras raises different errors.
-        return
-    raise AssertionError(delete("keras_compile"))
-
-
 def test_layers_inside_of_layers_and_what_they_own() -> None:
     inputs = keras.Input((4,))
     inner = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
