@@ -136,7 +136,7 @@ with errors_explained("build_model(config)"):
 def test_config_that_loads_a_table_unknown_to_keras_is_told_what_to_import(tmp_path: Path) -> None:
     make_model().save(tmp_path / "model.keras")
     done = run_python("-c", LOADING, str(tmp_path / "model.keras"))
-    assert "Write `import trainer.embeddings` in the file." in done.stderr
+    assert "write `import trainer.embeddings` in the file." in done.stderr
 
 
 def train_reference(

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
@@ -37,6 +38,23 @@ from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK, checkpoints_in
 
 log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def local_files(path: str, contents: Files) -> Iterator[str]:
+    """Gives a directory that TensorFlow can read, with files of the checkpoint at `path`.
+
+    Raises DamagedError if a file has not its `contents`, or UnavailableError if the files may be
+    complete, but cannot be downloaded now.
+    """
+    with scratch_dir() if files.is_s3(path) else plain_path(path) as local:
+        for file, expected in contents.items():
+            if files.is_s3(path):
+                # The check below names a file that is missing.
+                with contextlib.suppress(FileNotFoundError):
+                    object_store.download(f"{path}/{file}", f"{local}/{file}")
+            check_file(f"{local}/{file}", expected)
+        yield local
 
 
 class Store:
@@ -115,22 +133,9 @@ class Store:
                 chains[name] = None
         return chains
 
-    @contextlib.contextmanager
-    def files_of(self, name: str, contents: Files) -> Iterator[str]:
-        """Gives a directory that TensorFlow can read, with files of a checkpoint.
-
-        Raises DamagedError if a file has not its `contents`, or UnavailableError if the files may
-        be complete, but cannot be downloaded now.
-        """
-        path = self.path(name)
-        with scratch_dir() if files.is_s3(path) else plain_path(path) as local:
-            for file, expected in contents.items():
-                if files.is_s3(path):
-                    # The check below names a file that is missing.
-                    with contextlib.suppress(FileNotFoundError):
-                        object_store.download(f"{path}/{file}", f"{local}/{file}")
-                check_file(f"{local}/{file}", expected)
-            yield local
+    def files_of(self, name: str, contents: Files) -> AbstractContextManager[str]:
+        """As `local_files`, of a checkpoint by its name."""
+        return local_files(self.path(name), contents)
 
     def write(self, name: str, mark: Mapping[str, object], *, renames: bool = False) -> bool:
         """Writes a checkpoint, unless it is there; `mark` is all but its "files".

@@ -6,6 +6,7 @@
 TensorFlow is not imported: a mistake is reported at once.
 """
 
+import dataclasses
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -58,7 +59,8 @@ def read_recipe() -> Recipe:
             object_store.require()
         except object_store.MissingObstoreError as error:
             raise ConfigError(str(error.strerror)) from None
-    return load_recipe(flags.FLAGS["config"].config_filename, config)
+    recipe = load_recipe(flags.FLAGS["config"].config_filename)
+    return dataclasses.replace(recipe, config=config)
 
 
 def _check_epochs() -> None:
