@@ -25,6 +25,7 @@ from trainer.learner import Learner
 from trainer.models import has_own_code
 from trainer.step.advice import shape_advice
 from trainer.step.losses import PerExample
+from trainer.step.optimizers import supported_optimizers
 
 _PARSE_HINT = (
     "\n  parse gets n records at once, string [n], and returns (inputs [n, ...], labels [n, ...]): "
@@ -150,7 +151,9 @@ def _state_of(learner: Learner) -> list[tf.Variable]:
 def _step_calls_users(learner: Learner) -> bool:
     """Returns True if a step calls a user's class or function, besides the model and the loss."""
     functions = [f for v in learner.dense_variables for f in (v.constraint, v.regularizer)]
-    parts = (learner.optimizer, given_rate(learner.optimizer), *functions)
+    optimizer = learner.optimizer
+    is_known = type(optimizer) in supported_optimizers().values()
+    parts = (*([] if is_known else [optimizer]), given_rate(optimizer), *functions)
     modules = (getattr(part, "__module__", "keras") for part in parts)  # Of numbers, none.
     is_users = any(module.partition(".")[0] != "keras" for module in modules)
     return is_users or type(learner) is not Learner

@@ -27,9 +27,8 @@ cross entropy of labels, integer or one-hot, and logits; the default metric is a
 labels are classes. docs/keras.md has losses and metrics of Keras.
 
 `parse` and `augment` must treat each example independently of B: they may get several batches at
-once, or a part of a batch. Random numbers must come from the seeds: use
-`tf.random.stateless_uniform`, for example. The seed of an example differs in each epoch,
-and is the same on any topology.
+once, or a part of a batch. Random numbers must come from the seeds, as of
+`tf.random.stateless_uniform`: an example has another seed in each epoch, the same on any topology.
 
 `build_learner` is for a step of another kind: several losses, several optimizers. `parts` are the
 arguments of trainer.learner.Learner, which lists the methods to override. See

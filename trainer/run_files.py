@@ -278,7 +278,7 @@ def json_objects(path: str) -> Iterator[Document]:
     with open_file(path) as file:
         lines = file.read().splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := json.loads(line), dict):
                 yield found
 

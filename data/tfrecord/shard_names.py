@@ -179,7 +179,8 @@ def nothing_found(data_dir: str, split: str) -> str:
             f"{data_dir} has files whose names do not tell the split ({', '.join(unnamed[:3])}"
             f"{', ...' * (len(unnamed) > 3)}): {_how_to_split(data_dir, unnamed)}"
         )
-    return f"{data_dir} holds no TFRecord shards ({', '.join(names[:3])}, ...); {needed}"
+    known = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+    return f"{data_dir} holds no TFRecord shards ({known}); {needed}"
 
 
 def _how_to_split(data_dir: str, names: list[str]) -> str:

@@ -142,6 +142,9 @@ class ShardedEmbedding(keras.layers.Layer):
                 f'{self.dtype_policy.name}. Type dtype="mixed_bfloat16": it computes in bfloat16, '
                 "and the rows are float32."
             )
+        # Also a number of NumPy, as ids.max() + 1 is.
+        rows = rows.item() if isinstance(rows, np.integer) else rows
+        width = width.item() if isinstance(width, np.integer) else width
         self.rows, self.width = rows, width
         self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
         sizes = list(rows) if isinstance(rows, Sequence) else [0 if rows is None else rows]
@@ -149,8 +152,7 @@ class ShardedEmbedding(keras.layers.Layer):
         if not sizes or any(type(n) is not int or n < 1 for n in needed):
             raise ConfigError(
                 "ShardedEmbedding(rows, width): both must be whole numbers above 0, and rows may "
-                "be a list of them, or None for any ids. "
-                f"Received: rows={rows!r}, width={width!r}."
+                f"be a list of them, or None for any ids. Received: rows={rows!r}, width={width!r}."
             )
         limited = admit_after, evict_after, max_rows, evict_every
         for (name, least), given in zip(_LEAST.items(), limited, strict=True):
