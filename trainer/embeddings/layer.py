@@ -142,9 +142,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 f'{self.dtype_policy.name}. Type dtype="mixed_bfloat16": it computes in bfloat16, '
                 "and the rows are float32."
             )
-        # Also a number of NumPy, as ids.max() + 1 is.
+        # As ids.max() + 1 is.
         rows = rows.item() if isinstance(rows, np.integer) else rows
-        width = width.item() if isinstance(width, np.integer) else width
         self.rows, self.width = rows, width
         self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
         sizes = list(rows) if isinstance(rows, Sequence) else [0 if rows is None else rows]
