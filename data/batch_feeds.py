@@ -176,9 +176,8 @@ def open_feed(
 ) -> Feed:
     """The batches of `reader` from `first_batch`: from memory if it caches its examples.
 
-    Batches that are read from disk are augmented by the threads that read them. The threads also
-    widen them, or `finished` if `finishes_in_graph`, unless they are augmented. Cached batches are
-    always finished by `finished`.
+    The threads that read batches from disk also augment and widen them. With `finishes_in_graph`
+    the graph widens batches that are not augmented, by `finished`, as it completes cached batches.
     """
     if reader.caches_examples:
         return CachedFeed(reader, first_batch, lanes)

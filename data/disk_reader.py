@@ -142,41 +142,37 @@ class DiskReader:
         """Blocks of g groups of k batches, with their `extras`, in one of three forms.
 
         "frames": uint8 [g, k, n, bytes], records of the layout with their framing. "serialized":
-        string [g, k, n], any records. "unread": int64 [1, 4, k * n], a piece for each record of a
-        group with records that cannot be read or verified: TensorFlow's own reader then raises the
+        string [g, k, n], any records. "unread": int64 [g, 4, k * n], a piece for each record, of a
+        block with records that cannot be read or verified: TensorFlow's own reader then raises the
         error that names the fault. The two other forms are empty.
         """
         most = self._group_batches(lanes)
         order, copies = self._reader.order, self._pieces.copies
         windows, buffers = Windows(self._read_into), Buffers()
         for first, num_batches, ranges, numbers in self._planned(first_batch, stop, lanes):
-            window, is_fetched_again = _read(windows, ranges), False
+            window = _read(windows, ranges)
             for begin, num_groups, size in _cut(num_batches, most, self._block_batches(lanes)):
                 of_block = numbers[begin : begin + num_groups * size].reshape(num_groups, size, -1)
-                blocks = self._cut_blocks(window, of_block, buffers)
-                if copies is not None and any(block is None for block in blocks):
+                block = _block(window, of_block, self._layout, buffers)
+                if block is None and copies is not None:
                     # Perhaps the copies are damaged, and not the files at s3://.
-                    if not is_fetched_again:
-                        copies.forget(ranges)
-                        window, is_fetched_again = _read(windows, ranges), True
-                        blocks = self._cut_blocks(window, of_block, buffers)
-                    if any(block is None for block in blocks):
+                    copies.forget(ranges)
+                    window = _read(windows, ranges)
+                    block = _block(window, of_block, self._layout, buffers)
+                    if block is None:
                         copies.make_whole(ranges)  # For TensorFlow, which names the fault.
                 at = first + begin
-                num_groups //= len(blocks)
-                for block in blocks:
-                    if block is None:
-                        records = order.records(at, size, lanes).reshape(-1)
-                        block = {"unread": self._pieces.plan_one_by_one(records)[None]}
-                    yield {
-                        **self._empty_block(num_groups, lanes),
-                        **block,
-                        **{
-                            name: values.reshape(num_groups, size, *values.shape[1:])
-                            for name, values in extras(at, num_groups * size, lanes).items()
-                        },
-                    }
-                    at += num_groups * size
+                if block is None:
+                    records = order.records(at, num_groups * size, lanes).reshape(num_groups, -1)
+                    block = {"unread": self._pieces.plan_one_by_one(records)}
+                yield {
+                    **self._empty_block(num_groups, lanes),
+                    **block,
+                    **{
+                        name: values.reshape(num_groups, size, *values.shape[1:])
+                        for name, values in extras(at, num_groups * size, lanes).items()
+                    },
+                }
 
     def _planned(
         self, first_batch: int, stop: int | None, lanes: range
@@ -193,15 +189,6 @@ class DiskReader:
                     continue
             yield planned.popleft()
         yield from planned
-
-    def _cut_blocks(
-        self, window: Window | None, of_block: Int64s, buffers: Buffers
-    ) -> list[Plan | None]:
-        """The block of records `of_block`; if it is damaged, a block or None for each group."""
-        block = _block(window, of_block, self._layout, buffers)
-        if block is not None:
-            return [block]
-        return [_block(window, group[None], None, buffers) for group in of_block]
 
     def _empty_block(self, num_groups: int, lanes: range) -> Plan:
         shape = num_groups, 0, self._reader.batch_examples(lanes)

@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,13 +29,6 @@ PARSE_HINT = (
 )
 AS_INT64 = ("bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 _AS_FLOAT = ("float16", "bfloat16", "float32", "float64")
-# The types that can be reinterpreted from bytes; a bool cannot.
-_ITEM_BYTES = {
-    **dict.fromkeys(("uint8", "int8"), 1),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("uint32", "int32", "float32"), 4),
-    **dict.fromkeys(("int64", "float64"), 8),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +119,7 @@ def parse_columns(serialized: "tf.Tensor", columns: Mapping[str, Column]) -> "di
 
 def read_features(data_dir: str) -> Features:
     """The features that `features.json` in `data_dir` describes."""
-    path = f"{os.fspath(data_dir).rstrip('/')}/features.json"
+    path = files.join(data_dir, "features.json")
     try:
         tree = json.loads(files.read_text(path))
         return Features(_flatten("", tree["featuresDict"]["features"]), path)
@@ -183,6 +175,8 @@ def _feature(name: str, node: JSON) -> Feature:
 
 
 def _column(feature: Feature, source: str) -> Column:
+    import tensorflow as tf
+
     def refuse(problem: str) -> DataError:
         return DataError(f"Feature {feature.name!r} in {source} {problem}. {PARSE_HINT}")
 
@@ -200,8 +194,9 @@ def _column(feature: Feature, source: str) -> Column:
     if feature.kind in ("image", "text") or feature.encoding == "zlib":
         return Column("bytes")
     if feature.encoding == "bytes":
-        item_bytes = _ITEM_BYTES.get(feature.dtype)
-        return Column("bytes", num_bytes=item_bytes and item_bytes * math.prod(sizes))
+        num_bytes = tf.as_dtype(feature.dtype).size * math.prod(sizes)
+        # Bytes, if they are sliced, are reinterpreted, which a bool cannot be.
+        return Column("bytes", num_bytes=None if feature.dtype == "bool" else num_bytes)
     if feature.dtype in AS_INT64:
         return Column("int64", sizes)
     if feature.dtype in _AS_FLOAT:

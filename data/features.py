@@ -295,32 +295,24 @@ def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
 
         parse = image_raw_parse((28, 28, 1))    # a line of a config file
 
-    They hold `image_raw` (the bytes of the pixels), `label` and often `pixels` (how many bytes).
-    string [n] -> (float32 [n, *shape] in [0, 1], int64 [n]). An image whose number of bytes or
-    `pixels` does not fit `shape` is an error of the graph (InvalidArgumentError).
+    They hold `image_raw`, the bytes of the pixels, and `label`. string [n] -> (float32 [n, *shape]
+    in [0, 1], int64 [n]). An image whose number of bytes does not fit `shape` is an error of the
+    graph (InvalidArgumentError).
     """
     num_pixels = math.prod(shape)
-    columns = {
-        "image_raw": Column("bytes", num_bytes=num_pixels),
-        "pixels": Column("int64", default=num_pixels),
-        "label": Column("int64"),
-    }
+    columns = {"image_raw": Column("bytes", num_bytes=num_pixels), "label": Column("int64")}
 
     def decode(raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
         import tensorflow as tf
 
-        pixels, num_bytes = raw["image_raw"], tf.constant([num_pixels])
+        pixels, labels = raw["image_raw"], raw["label"]
         if pixels.dtype == tf.string:
             num_bytes = tf.strings.length(pixels)
-        fits = (num_bytes == num_pixels) & (raw["pixels"] == num_pixels)
-        message = f"An image_raw or its pixels is not {num_pixels}, the bytes of shape {shape}:"
-        values = [message, num_bytes, raw["pixels"]]
-        check = tf.debugging.Assert(tf.reduce_all(fits), values, summarize=16)
-        with tf.control_dependencies([check]):
-            if pixels.dtype == tf.string:
+            fits = tf.reduce_all(num_bytes == num_pixels)
+            message = f"The bytes of an image_raw are not {num_pixels}, as shape {shape} needs:"
+            check = tf.debugging.Assert(fits, [message, num_bytes], summarize=16)
+            with tf.control_dependencies([check]):
                 pixels = tf.io.decode_raw(pixels, tf.uint8, fixed_length=num_pixels)
-            images = tf.reshape(pixels, tf.concat([tf.shape(raw["label"]), shape], 0))
-        images.set_shape([raw["label"].shape[0], *shape])
-        return images, raw["label"]
+        return tf.ensure_shape(tf.reshape(pixels, [-1, *shape]), [labels.shape[0], *shape]), labels
 
     return ExampleParse(columns, decode, _bytes_to_floats)

@@ -13,7 +13,6 @@ import numpy as np
 
 from data.example_features import Feature, read_features
 from data.system.files import DataError
-from data.tfrecord import damage
 from data.tfrecord import split as records
 from data.tfrecord.crc import Int64s
 from data.tfrecord.examples import PADDING
@@ -95,7 +94,7 @@ def count_ids(data_dir: str, split: records.Split) -> Iterator[Counts]:
     batches = records.batched_records(split, _BATCH)
     parsed = (features.parse_example(tf.constant(batch), names) for batch in batches)
     try:
-        for example in damage.readable(parsed):
+        for example in parsed:
             for name, value in example.items():
                 if value.dtype == tf.string:
                     hashed = tf.strings.to_hash_bucket_fast(value, 2**63 - 1)

@@ -25,7 +25,7 @@ import collections
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from absl import app, flags
@@ -95,7 +95,7 @@ def verify(data_dir: str, splits: Sequence[str]) -> Iterator[tuple[str, bool]]:
             continue
         for shard in damage.examine(data_dir, name):
             for found in shard.damages:
-                yield f"{found}{damage.also_lost(found)}", True
+                yield str(found), True
             if not shard.damages:
                 yield f"{shard.path}: {shard.num_good:,} records, complete", False
 
@@ -178,7 +178,7 @@ def _counts(data_dir: str, split: records.Split, label: str) -> Iterator[str]:
     batches = records.batched_records(split, _BATCH)
     classes_of = (tf.io.parse_example(tf.constant(batch), spec)[label] for batch in batches)
     try:
-        for batch in damage.readable(classes_of):
+        for batch in classes_of:
             counts.update(batch.values.numpy().tolist())
             num_without += int(tf.math.count_nonzero(batch.row_lengths() == 0))
     except tf.errors.InvalidArgumentError:
@@ -197,7 +197,7 @@ def _counts(data_dir: str, split: records.Split, label: str) -> Iterator[str]:
 
 
 def _records(split: records.Split) -> Iterator[bytes]:
-    yield from itertools.chain.from_iterable(damage.readable(records.batched_records(split, 1)))
+    yield from itertools.chain.from_iterable(records.batched_records(split, 1))
 
 
 def _shown(record: bytes) -> str:
@@ -280,15 +280,12 @@ def _run(arguments: Sequence[str]) -> int:
             print(line)
             is_damaged |= reports_damage
         return 2 if is_damaged else 0
+    lines: Iterable[str] = describe(data_dir, splits, values.num_examples)
     if values.ids:
-        for line in table_sizes(data_dir, splits):
-            print(line)
-        return 0
+        lines = table_sizes(data_dir, splits)
     if values.repair:
-        repair = of_satellite("data.prepare.preparing", "repair")
-        print("\n".join(repair(data_dir, splits, values.repair)))
-        return 0
-    for line in describe(data_dir, splits, values.num_examples):
+        lines = of_satellite("data.prepare.preparing", "repair")(data_dir, splits, values.repair)
+    for line in lines:
         print(line)
     if values.grid:
         picture = image_grid(data_dir, "train" if "train" in splits else splits[0])

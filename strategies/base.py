@@ -75,7 +75,7 @@ class Learner(Protocol):
         """The size of the metric totals. Totals add up over steps, replicas and workers."""
 
     def to_metrics(self, totals: npt.NDArray[np.float64]) -> Metrics:
-        """What summed metric totals mean. With virtual replicas, digests may follow them."""
+        """Converts summed totals to Metrics. With virtual replicas, digests may follow them."""
 
     @property
     def compiles(self) -> bool:
@@ -89,9 +89,9 @@ class Learner(Protocol):
         """The variables that `gradients` changes, each replica its own copy: moving statistics."""
 
     def keeping_state(self) -> contextlib.AbstractContextManager[Mapping[int, Tensor]]:
-        """Inside, `gradients_at` changes no variable.
+        """Inside, `gradients_at` puts new values into the mapping, and changes no variable.
 
-        The mapping gets what they would be, by the index in `gradient_inputs`.
+        The key is the index of the variable in `gradient_inputs`.
         """
 
     @property
@@ -189,7 +189,7 @@ class Executor(abc.ABC):
         self._input_secs = 0.0  # `_run` adds the time in which its steps waited, if it is known.
         self._used_graphs: set[str] = set()  # `_run` adds a graph's name, for `pace`.
         self._has_evaluated = False
-        self._changing = ""  # What may have left the variables between two steps; "" if nothing.
+        self._changing = ""  # The change that may have ended halfway; "" if there is none.
         self._run_size = CallSize()
         self._evaluation_size = CallSize()
 
@@ -240,10 +240,9 @@ class Executor(abc.ABC):
     def run(self, num_steps: int) -> Metrics:
         """Runs `num_steps` steps and waits for all of them.
 
-        Under asynchronous ps, and up to the next average of local steps, it runs a few more.
-
-        Runs fewer after a stop request, which is seen about once a second; under asynchronous ps,
-        after the steps that workers have been given, at most 16 seconds if all have the same rate.
+        Runs a few more under asynchronous ps, and up to the next average of local steps. Runs fewer
+        after a stop request, which is seen about once a second; under asynchronous ps after at most
+        16 seconds, if all workers have the same rate: they make the steps they have been given.
 
         Raises:
             PeerLostError: a task without which no step is possible is lost.

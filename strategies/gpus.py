@@ -81,15 +81,14 @@ def capability_note(found: tuple[int, int] | None, built: Sequence[str]) -> str:
     `built` are those of TensorFlow's build: "sm_89" has kernels, "compute_90" is compiled by the
     driver when a process starts.
     """
-    numbers = [re.fullmatch(r"(?:sm|compute)_(\d+)(\d)[a-z]?", name) for name in built]
-    known = sorted((int(number[1]), int(number[2])) for number in numbers if number)
+    # 8.9 is 89, and 12.0 is 120.
+    known = [int(number) for name in built for number in re.findall(r"_(\d+)", name)]
     if not found or not known:
         return ""
     has = f"has compute capability {found[0]}.{found[1]}"
-    if found < known[0]:
-        least = "{}.{}".format(*known[0])
-        return f"{has}, and TensorFlow needs {least} or more. Type --num_gpus=0."
-    if found[0] > known[-1][0]:
+    if 10 * found[0] + found[1] < min(known):
+        return f"{has}, and TensorFlow needs {min(known) / 10} or more. Type --num_gpus=0."
+    if found[0] > max(known) // 10:
         return (
             f"{has}, which is newer than TensorFlow. Its kernels are compiled at the first start, "
             "which takes minutes. If XLA fails, type --config.jit_compile=False."

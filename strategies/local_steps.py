@@ -71,6 +71,7 @@ class LocalSteps:
         others: Other variables with decimals that replicas change alone, each its own copy.
         momenta: `m` of each weight; empty if the outer momentum is 0.
         counters: Whole numbers that each step changes by the same.
+        changing: All variables that a step changes.
     """
 
     def __init__(
@@ -99,23 +100,9 @@ class LocalSteps:
         self.momenta: list[tf.Variable] = []
         if outer_momentum:
             self.momenta = [tf.Variable(tf.zeros_like(v), trainable=False) for v in trained]
+        self.changing = [*self.weights, *self.others, *self.momenta, *self.counters]
         self._every = every
         self._outer_learning_rate, self._outer_momentum = outer_learning_rate, outer_momentum
-
-    def new_marks(self, strategy: tf.distribute.Strategy, step: tf.Variable) -> StepMarks:
-        """The marks of complete steps, which keep all that a step changes."""
-        changing = [*self.weights, *self.others, *self.momenta, *self.counters]
-        return StepMarks(strategy, step, changing)
-
-    def new_rounds(
-        self,
-        strategy: tf.distribute.Strategy,
-        marks: StepMarks,
-        summed: _Sum,
-        summed_in_background: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    ) -> "LocalRounds":
-        """The averages of one executor; LocalRounds explains the arguments."""
-        return LocalRounds(strategy, self, marks, summed, summed_in_background)
 
     def rounds(self, step: int, num_steps: int) -> list[int]:
         """Returns the numbers of steps up to each average, from `step` on, by `every`.
@@ -132,15 +119,7 @@ class LocalSteps:
         Called in replica context.
         """
         factor = tf.distribute.get_replica_context().num_replicas_in_sync
-
-        def scaled(gradient: Tensor) -> Tensor:
-            if isinstance(gradient, tf.IndexedSlices):
-                return tf.IndexedSlices(
-                    gradient.values * factor, gradient.indices, gradient.dense_shape
-                )
-            return None if gradient is None else gradient * factor
-
-        return list(map(scaled, gradients))
+        return [None if each is None else tf.math.scalar_mul(factor, each) for each in gradients]
 
     def averaged(
         self, before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]
@@ -187,7 +166,7 @@ class LocalRounds:
         """Both functions return sums over all replicas, in replica context.
 
         `summed` also takes tensors that are sent exactly, and is part of the time of a step.
-        `marks` keeps all that a step changes; first `local.weights`, then `local.others`.
+        `marks` keeps all that a step changes.
         """
         self._local, self._marks, self._summed = local, marks, summed
         self.weight: tf.Tensor | None = None
@@ -223,7 +202,7 @@ class LocalRounds:
     def go_on(self) -> float:
         """Called between two rounds. Returns the seconds for which it waited for a sum."""
         waited = self._arrive()
-        self._start, changes = self._turn(self._average, self._start, *self._weights())
+        self._start, changes = self._turn(self._average, self._start, self.weight)
         # Traced here: all workers number their sums in the order in which they trace them.
         summed = self._sum.get_concrete_function(changes)
         self._in_flight = in_background(lambda: summed(changes))
@@ -232,12 +211,9 @@ class LocalRounds:
     def end(self) -> float:
         """Called after the last round: makes all replicas equal. Returns as `go_on` does."""
         waited = self._arrive()
-        self._end(self._average, self._start, *self._weights())
+        self._end(self._average, self._start, self.weight)
         self._average = self._start = ()
         return waited
-
-    def _weights(self) -> list[tf.Tensor]:
-        return [] if self.weight is None else [self.weight]
 
     def _arrive(self) -> float:
         """Waits for the sum in flight, and makes the outer step with it."""
@@ -256,7 +232,7 @@ class LocalRounds:
         return new
 
     def _turned(
-        self, average: Sequence[tf.Tensor], start: Sequence[tf.Tensor], *weight: tf.Tensor
+        self, average: Sequence[tf.Tensor], start: Sequence[tf.Tensor], weight: tf.Tensor | None
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """In replica context: adds the changes since `start` to `average`, as the weights.
 
@@ -266,29 +242,28 @@ class LocalRounds:
         sums = [old + change for old, change in zip(average, changes, strict=True)]
         new = self._local.constrained(sums)
         self._assign(self._local.weights, new)
-        return new, _weighted(changes, *weight)
+        return new, _weighted(changes, weight)
 
     @no_autograph
     def _averaged(
-        self, average: Sequence[tf.Tensor], start: Sequence[tf.Tensor], *weight: tf.Tensor
+        self, average: Sequence[tf.Tensor], start: Sequence[tf.Tensor], weight: tf.Tensor | None
     ) -> None:
         """In replica context: sets all variables to equal values."""
         local = self._local
-        equal = [*local.weights, *local.others]
-        others = self._marks.kept(equal)[len(local.weights) :]
-        changes = _weighted(_changes(local.weights, start), *weight)
+        others = self._marks.kept(local.others)
+        changes = _weighted(_changes(local.weights, start), weight)
         # Of an optimizer's slots, 16 bits lose small values: Adam would divide by zero.
-        exact = _weighted(_changes(local.others, others), *weight)
-        counts: list[tf.Tensor] = []
-        if weight:  # Replicas have counted unequal numbers of steps.
-            before = [*equal, *local.momenta]
-            counts = self._marks.kept([*before, *local.counters])[len(before) :]
-            exact += [tf.cast(c, tf.float64) for c in _changes(local.counters, counts)]
+        exact = _weighted(_changes(local.others, others), weight)
+        # With a weight, replicas have counted unequal numbers of steps.
+        counters = [] if weight is None else local.counters
+        counts = self._marks.kept(counters)
+        exact += [tf.cast(counted, tf.float64) for counted in _changes(counters, counts)]
         sums = self._marks.begun(self._summed(changes, exact))
-        values, momenta = local.averaged([*average, *others], sums[: len(equal)])
-        self._assign([*equal, *local.momenta], [*values, *momenta])
-        if counts:
-            self._assign(local.counters, _mean_counts(counts, sums[len(equal) :]))
+        before = [*average, *others]
+        values, momenta = local.averaged(before, sums[: len(before)])
+        new_counts = _mean_counts(counts, sums[len(before) :])
+        variables = [*local.weights, *local.others, *local.momenta, *counters]
+        self._assign(variables, [*values, *momenta, *new_counts])
 
     def _assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
         """In replica context: sets each replica's copies to its own values."""
@@ -300,8 +275,8 @@ class LocalRounds:
         tf.distribute.get_replica_context().merge_call(assign_all, args=tuple(values))
 
 
-def _weighted(changes: list[tf.Tensor], *weight: tf.Tensor) -> list[tf.Tensor]:
-    return [tf.cast(factor, c.dtype) * c for factor in weight for c in changes] or changes
+def _weighted(changes: list[tf.Tensor], weight: tf.Tensor | None) -> list[tf.Tensor]:
+    return changes if weight is None else [tf.cast(weight, c.dtype) * c for c in changes]
 
 
 def _mean_counts(before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -24,16 +24,20 @@ from data.reader import Reader
 from data.system.compat.autograph import no_autograph
 from data.system.errors import UsageError
 from strategies.base import STEPS, Batch, Executor, Learner, Tensor
-from strategies.gradients.all_reduce import TOTALS_KEY, all_reduced, summed_with_key
-from strategies.gradients.layer_state import averaged_over_replicas, gradients_of_virtual_replicas
-from strategies.gradients.parts import totals_of_parts
+from strategies.gradients.all_reduce import (
+    TOTALS_KEY,
+    all_reduced,
+    averaged_over_replicas,
+    summed_with_key,
+)
+from strategies.gradients.parts import gradients_of_virtual_replicas, totals_of_parts
+from strategies.local_steps import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
+from strategies.step_marks import StepMarks
 
 if TYPE_CHECKING:
     from strategies.gradients.compression import Compression
-    from strategies.local_steps import LocalRounds
-    from strategies.step_marks import StepMarks
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -62,8 +66,6 @@ class MirroredExecutor(Executor):
         num_local = len(strategy.extended.worker_devices)
         self._local_replicas = range(process_index * num_local, (process_index + 1) * num_local)
         self._num_parts = 0  # Of the share of a replica, with config.virtual_replicas.
-        # Runs a round of local steps that are counted by time, and returns what the graph returns.
-        self._run_by_time: Callable[[int], tuple[tf.Tensor, tf.Tensor, Batch]] | None = None
         self._marks: StepMarks | None = None
         self._rounds: LocalRounds | None = None
         self._seconds = {"run": 0.0, "evaluate": 0.0}
@@ -102,7 +104,7 @@ class MirroredExecutor(Executor):
         marks = self._marks = self._new_marks()
         if local and marks:
             sums = self._all_reduced, self._summed_over_replicas
-            self._rounds = local.new_rounds(self.strategy, marks, *sums)
+            self._rounds = LocalRounds(self.strategy, local, marks, *sums)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             if local:
@@ -139,7 +141,7 @@ class MirroredExecutor(Executor):
             if not local:
                 totals = self._after_complete_step(totals)
             # By time, the caller sums: it measures these steps without the wait for others.
-            summed = (totals, status) if is_timed else self._sum_over_replicas(totals, status)
+            summed = (totals, status) if is_timed else self._summed_totals(totals, status)
             return *summed, following
 
         self._run_in_graph = run
@@ -180,10 +182,10 @@ class MirroredExecutor(Executor):
         with averaged_over_replicas(learner.layer_state):
             return learner.gradients(batch)
 
-    def _new_marks(self) -> "StepMarks | None":
+    def _new_marks(self) -> StepMarks | None:
         """The marks of complete steps; None if a failure finds no step that has begun."""
         local = self._learner.local_steps
-        return local.new_marks(self.strategy, self._learner.step) if local else None
+        return StepMarks(self.strategy, self._learner.step, local.changing) if local else None
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
@@ -232,12 +234,7 @@ class MirroredExecutor(Executor):
         for index, size in enumerate(sizes):
             started = time.monotonic()
             try:
-                if self._run_by_time is not None:
-                    finished = self._run_by_time(size)
-                else:
-                    arguments = self._feed.take(size), self._next_batch, tf.constant(size, tf.int64)
-                    finished = self._run_in_graph(*arguments, self._own_status("run"))
-                totals, summed_status, self._next_batch = finished
+                totals, summed_status, self._next_batch = self._run_round(size)
             except tf.errors.OpError as error:
                 if self._learner.stop_compiling(error):
                     self._prepare(self._source, self.position)
@@ -261,6 +258,13 @@ class MirroredExecutor(Executor):
             self.stopwatch.carve("sum wait", rounds.go_on())
             self.on_progress()
         return metrics, seconds
+
+    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
+        """Runs `num_steps` steps; returns what the graph returns."""
+        arguments = self._feed.take(num_steps), self._next_batch, tf.constant(num_steps, tf.int64)
+        finished: tuple[tf.Tensor, tf.Tensor, Batch]
+        finished = self._run_in_graph(*arguments, self._own_status("run"))
+        return finished
 
     @property
     @override
@@ -332,7 +336,7 @@ class MirroredExecutor(Executor):
             for _ in tf.range(num_batches):
                 batch = self._slice_for_replicas(next(batches), offsets)
                 totals = run_step(totals, batch)
-            return *self._sum_over_replicas(totals, status), totals
+            return *self._summed_totals(totals, status), totals
 
         self._evaluate_in_graph = evaluate
         self._zero_totals_in_graph = tf.function(lambda: self.strategy.run(self._zero_totals))
@@ -419,9 +423,7 @@ class MirroredExecutor(Executor):
         return tf.zeros([self._learner.num_totals + num_digests], tf.float64)
 
     @no_autograph
-    def _sum_over_replicas(
-        self, totals: tf.Tensor, status: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    def _summed_totals(self, totals: tf.Tensor, status: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums metric totals and `status` over all replicas, in one all-reduce."""
         joined = self.strategy.run(lambda t: tf.concat([t, status], axis=0), args=(totals,))
         summed = summed_with_key(joined, self.strategy, TOTALS_KEY)

@@ -27,9 +27,9 @@ from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
 from data.system.errors import UsageError
 from strategies.base import Batch, Tensor, num_bytes, present
-from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
+from strategies.cluster.peers import AbsentPeerError, answer_at
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
-from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.tf_config import Cluster
 from strategies.cluster.watching import silence_of, watch_peers
 from strategies.division import Division, parts_of
 from strategies.gradients.all_reduce import (
@@ -242,8 +242,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         local = self._learner.local_steps
         if local and local.every_secs:
             self._division = Division(local.every_secs, len(self._cluster.trainers))
-            self._sum_in_graph = tf.function(self._sum_over_replicas)
-            self._run_by_time = self._run_own_part
+            self._sum_in_graph = tf.function(self._summed_totals)
 
     @override
     def _sizes_of_rounds(self, num_steps: int) -> list[int]:
@@ -253,11 +252,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         left = local.last_step - int(self._learner.step.numpy())
         return division.sizes(num_steps, left if left > 0 else math.inf)
 
-    def _run_own_part(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
-        """This worker makes its part of a round of `num_steps` batches."""
+    @override
+    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
+        """By time, this worker makes its part of the steps of a round of `num_steps` batches."""
         division, rounds = self._division, self._rounds
-        assert division is not None
-        assert rounds is not None
+        if division is None or rounds is None:
+            return super()._run_round(num_steps)
         trainers, began = self._cluster.trainers, time.monotonic()
         numbers, worker = division.of(num_steps), trainers.index(self._cluster.task)
         own, num_lanes = numbers[worker], self._source.order.lanes // len(trainers)
@@ -327,12 +327,8 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             yield
         except _LOST as error:
-            absent = [task for task in self._cluster.other_trainers if self._is_absent(task)]
-            silence = silence_of(self._cluster, absent) if absent else ""
-            what = f"{silence}: lost" if absent else "A worker was lost"
+            cluster, gone = self._cluster, ("silent", None)
+            others = cluster.other_trainers
+            absent = [task for task in others if answer_at(cluster.address_of(task)) in gone]
+            what = f"{silence_of(cluster, absent)}: lost" if absent else "A worker was lost"
             raise PeerLostError(f"{what} {when}", error) from error
-
-    def _is_absent(self, task: Task) -> bool:
-        with contextlib.suppress(UnknownHostError):
-            return identify(self._cluster.address_of(task)) in ("silent", None)
-        return True

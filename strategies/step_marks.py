@@ -49,12 +49,13 @@ class StepMarks:
         with tf.device("CPU:0"):
             self._is_changing = tf.Variable(False, trainable=False, name="is_changing")
             self._complete = tf.Variable(first, dtype=tf.int64, trainable=False, name="complete")
-        self._kept: list[tuple[tf.Variable, list[tf.Variable]]] = []
+        # By the id of a variable of `forward_state`: the kept value, and the copies.
+        self._kept: dict[int, tuple[tf.Variable, list[tf.Variable]]] = {}
         for variable in forward_state:
             copies = self._copies(variable)
             with tf.device(copies[0].device):
                 kept = tf.Variable(copies[0].read_value(), trainable=False, name="kept")
-            self._kept.append((kept, copies))
+            self._kept[id(variable)] = kept, copies
 
     @no_autograph
     def complete(self) -> tf.Operation:
@@ -64,7 +65,9 @@ class StepMarks:
         """
         # Also of a variable that the changes leave as it is, only after the sums have arrived.
         with tf.control_dependencies([read_now(self._is_changing)]):
-            kept = [value.assign(copies[0].read_value()).op for value, copies in self._kept]
+            kept = [
+                value.assign(copies[0].read_value()).op for value, copies in self._kept.values()
+            ]
         with tf.control_dependencies(kept):
             complete = self._complete.assign(tf.cast(read_now(self._step), tf.int64)).op
         with tf.control_dependencies([complete]):
@@ -92,9 +95,8 @@ class StepMarks:
             ]
 
     def kept(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-        """The kept values of `variables`, which are the first of the forward state."""
-        pairs = zip(self._kept, variables, strict=False)
-        return [read_now(kept) for (kept, _), _ in pairs]
+        """The kept values of `variables`, which are of the forward state."""
+        return [read_now(self._kept[id(variable)][0]) for variable in variables]
 
     def return_to_complete(self) -> int | None:
         """The step of the variables, after the kept values are back; None if they are of none.
@@ -103,7 +105,7 @@ class StepMarks:
         """
         if self._is_changing.numpy():
             return None
-        for kept, copies in self._kept:
+        for kept, copies in self._kept.values():
             for copy in copies:
                 copy.assign(kept.read_value())
         step = int(self._step.numpy())

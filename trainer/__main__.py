@@ -9,7 +9,6 @@ trainer/exit_codes.py explains the exit codes. A user's mistake is one line, wit
 """
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
@@ -48,15 +47,11 @@ def _main(argv: Sequence[str]) -> NoReturn:
             exit_code = outcome
         else:
             from trainer import task
-            from trainer.flags import start
             from trainer.flags.continued import print_next
 
             # A launcher shows its tasks, and says what comes next.
             is_shown = outcome.is_chief and not outcome.is_checked
             with contextlib.ExitStack() as stack:
-                if not outcome.serves:
-                    model_dir = stack.enter_context(start.reserved(outcome.model_dir))
-                    outcome = dataclasses.replace(outcome, model_dir=model_dir)
                 if is_shown:
                     stack.enter_context(cli.view(outcome.model_dir, is_launcher=False))
                 exit_code = task.run(outcome)

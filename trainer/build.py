@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 
 from data.system.compat.keras_layers import all_layers
 from data.system.compat.keras_optimizers import given_rate
@@ -27,7 +28,7 @@ from trainer.config import (
     flatten,
     overridden_fields,
 )
-from trainer.config_file import errors_explained, reads_of
+from trainer.config_file import errors_explained
 from trainer.inputs import Inputs
 from trainer.learner import Learner
 from trainer.learner.variables import is_trainable, tables_of
@@ -73,54 +74,10 @@ def check_for_strategy(
             "which does not compute in float16. Type --config.precision=mixed_float16, or leave it "
             "out."
         )
-    if chosen := config.local_steps.chosen:
-        if strategy == "ps":
-            values, defaults = flatten(config.local_steps), flatten(LocalStepsConfig())
-            # To be typed, since a run that continues has them recorded.
-            without = [
-                f"--config.local_steps.{name}={default}"
-                for name, default in defaults.items()
-                if values[name] != default
-            ]
-            raise ConfigError(
-                f"{chosen} needs workers that keep their own weights, but under --strategy=ps all "
-                f"use those of the servers. Type --strategy=multiworker, or {' '.join(without)}."
-            )
-        if learner.loss_scale:
-            raise ConfigError(
-                f"{chosen}: the model of {recipe.path} computes in float16, where workers that "
-                "train alone would have different scales of the loss. Type "
-                "--config.precision=mixed_bfloat16."
-            )
-        if (secs := config.local_steps.every_secs) and strategy == "mirrored":
-            raise ConfigError(
-                f"{chosen} is for workers of unequal speed, but the replicas of one process make "
-                "each step together. Type --config.local_steps.every_secs=0 "
-                "--config.local_steps.every=100, for example, or --strategy=multiworker."
-            )
-        learner.notes.append(
-            f"each worker trains alone for about {secs:g} s (config.local_steps); reports, "
-            "evaluations, checkpoints and the end come after an average; the weights depend on "
-            "the speed of the workers"
-            if secs
-            else f"each replica trains alone for {config.local_steps.every} steps "
-            "(config.local_steps); reports, evaluations, checkpoints and the end are at multiples "
-            f"of {config.local_steps.every}{_later_end(config)}"
-        )
-        learner.notes += _without_overlap(config)
+    if config.local_steps.chosen:
+        _check_local_steps(learner, recipe, strategy)
     if config.virtual_replicas:
         _check_virtual_replicas(learner, recipe, strategy)
-    if config.complete_checkpoint_every > 1 and not learner.tables:
-        raise ConfigError(
-            f"config.complete_checkpoint_every={config.complete_checkpoint_every}: the model of "
-            f"{recipe.path} has no ShardedEmbedding, so that all checkpoints are complete. Leave "
-            "it out."
-        )
-    if strategy == "ps" and config.data.prefetch_batches:
-        learner.notes.append(
-            f"config.data.prefetch_batches={config.data.prefetch_batches} has no effect under "
-            "--strategy=ps: a worker reads the batches of its ticket, and none ahead."
-        )
     if read_dtype != "float32" and learner.overrides_gradients:
         raise ConfigError(
             f"--read_dtype={read_dtype}: the Learner of {recipe.path} overrides `gradients`, and "
@@ -128,24 +85,54 @@ def check_for_strategy(
         )
 
 
-def _later_end(config: Config) -> str:
-    """Says where a run with `local_steps.every` ends; "" if it ends at `train_steps`."""
-    end = -(-config.train_steps // config.local_steps.every) * config.local_steps.every
-    return "" if end == config.train_steps else f", so this run ends at step {end:,}"
-
-
-def _without_overlap(config: Config) -> list[str]:
-    """Says which interval is so short that `local_steps.overlap` has no effect."""
-    every = config.local_steps.every
+def _check_local_steps(learner: Learner, recipe: Recipe, strategy: str) -> None:
+    """Raises ConfigError if replicas cannot train alone; notes what changes if they do."""
+    options, chosen = recipe.config.local_steps, recipe.config.local_steps.chosen
+    if strategy == "ps":
+        values, defaults = flatten(options), flatten(LocalStepsConfig())
+        # To be typed, since a run that continues has them recorded.
+        without = [
+            f"--config.local_steps.{name}={default}"
+            for name, default in defaults.items()
+            if values[name] != default
+        ]
+        raise ConfigError(
+            f"{chosen} needs workers that keep their own weights, but under --strategy=ps all use "
+            f"those of the servers. Type --strategy=multiworker, or {' '.join(without)}."
+        )
+    if learner.loss_scale:
+        raise ConfigError(
+            f"{chosen}: the model of {recipe.path} computes in float16, where workers that train "
+            "alone would have different scales of the loss. Type "
+            "--config.precision=mixed_bfloat16."
+        )
+    if options.every_secs and strategy == "mirrored":
+        raise ConfigError(
+            f"{chosen} is for workers of unequal speed, but the replicas of one process make each "
+            "step together. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, "
+            "for example, or --strategy=multiworker."
+        )
+    if options.every_secs:
+        learner.notes.append(
+            f"each worker trains alone for about {options.every_secs:g} s (config.local_steps); "
+            "reports, evaluations, checkpoints and the end come after an average; the weights "
+            "depend on the speed of the workers"
+        )
+        return
+    end = -(-recipe.config.train_steps // options.every) * options.every
+    learner.notes.append(
+        f"each replica trains alone for {options.every} steps (config.local_steps); reports, "
+        f"evaluations, checkpoints and the end, step {end:,}, are at multiples of {options.every}"
+    )
     names = ("log_every_steps", "eval_every_steps", "checkpoint_every_steps")
-    intervals = {name: steps for name in names if 0 < (steps := getattr(config, name)) <= every}
-    if not config.local_steps.overlap or not intervals:
-        return []
-    name, steps = min(intervals.items(), key=lambda item: item[1])
-    return [
-        f"config.local_steps.overlap has no effect with config.{name}={steps}: replicas wait for a "
-        f"complete average there. Type --config.{name}={10 * every}, for example."
-    ]
+    intervals = {getattr(recipe.config, name): name for name in names}
+    steps = min(filter(None, intervals))  # log_every_steps is at least 1.
+    if options.overlap and steps <= options.every:
+        learner.notes.append(
+            f"config.local_steps.overlap has no effect with config.{intervals[steps]}={steps}: "
+            "replicas wait for a complete average there. Type "
+            f"--config.{intervals[steps]}={10 * options.every}, for example."
+        )
 
 
 def _check_virtual_replicas(learner: Learner, recipe: Recipe, strategy: str) -> None:
@@ -200,7 +187,7 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
             "nothing decays. Type --config.weight_decay.rate=0.01, for example, or leave it out."
         )
     loss = _loss(recipe, model)
-    functions, keras_metrics = _metrics(recipe, model, declared_outputs(model, input_specs))
+    functions, keras_metrics = _metrics(recipe, model, input_specs)
     factor = None
     if config.schedule != ScheduleConfig():
         factor = rate_factor(
@@ -379,15 +366,19 @@ def _refuse_loss_weights(recipe: Recipe, loss: str) -> None:
 
 
 def _metrics(
-    recipe: Recipe, model: keras.Model, outputs: Batch
+    recipe: Recipe, model: keras.Model, input_specs: Batch
 ) -> tuple[Mapping[str, PerExample], KerasMetrics | None]:
     """The metrics that are functions of each example, by name, and the metrics of Keras."""
-    metrics = recipe.metrics
+    metrics, weighted_metrics = recipe.metrics, recipe.weighted_metrics or []
+    outputs = None
+    # Not for lists: it costs time for models that declare no outputs.
+    if metrics is None or any(isinstance(each, Mapping) for each in (metrics, weighted_metrics)):
+        outputs = declared_outputs(model, input_specs)
     if metrics is None:
         metrics = default_metrics(recipe.loss, outputs)
     names = output_names(model, outputs)
     functions, others = split_metrics("metrics", metrics, names)
-    unweighted, weighted = split_metrics("weighted_metrics", recipe.weighted_metrics or [], names)
+    unweighted, weighted = split_metrics("weighted_metrics", weighted_metrics, names)
     if unweighted:
         raise ConfigError(
             f"weighted_metrics of {recipe.path} has functions by name, {', '.join(unweighted)}, "
@@ -410,7 +401,7 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
         optimizer, rate = optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
         return Adopted(optimizer, StepOptions(weight_decay=WeightDecayConfig(rate=rate)))
     function = f"build_optimizer(config) of {recipe.path}"
-    with errors_explained(function), reads_of(config) as reads:
+    with errors_explained(function):
         made = recipe.build_optimizer(config)
     optimizer = made_optimizer(made, function, config.learning_rate)
     if has_schedule(optimizer) and config.schedule != ScheduleConfig():
@@ -419,21 +410,21 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
             "the optimizer config.learning_rate, or leave config.schedule out."
         )
     adopted = adopt(optimizer, model.trainable_variables)
-    used = {*reads, "learning_rate"} if isinstance(made, str) else reads
-    if not _may_read_later(recipe, optimizer, reads):
-        adopted.notes += [
-            f"config.{name}={getattr(config, name)} has no effect: {function} makes the "
-            f"optimizer, and does not read it. Use config.{name} there."
-            for name in ("optimizer", "learning_rate")
-            if name not in used and name in overridden_fields(recipe)
-        ]
+    adopted.notes += _other_than_typed(recipe, adopted.optimizer, function)
     return adopted
 
 
-def _may_read_later(recipe: Recipe, optimizer: keras.Optimizer, reads: set[str]) -> bool:
-    """Returns True if other code than `build_optimizer` may read the config."""
-    functions = recipe.build_learner, recipe.build_callbacks, recipe.build_hooks
-    kinds = type(optimizer).__module__, type(given_rate(optimizer)).__module__
-    is_of_user = not all(kind.startswith(("keras.", "data.", "trainer.")) for kind in kinds)
-    # `vars(config)` reads all fields.
-    return any(functions) or is_of_user or "__dict__" in reads
+def _other_than_typed(recipe: Recipe, optimizer: keras.Optimizer, function: str) -> list[str]:
+    """Says which option of the command line is another in `optimizer`, which `function` made."""
+    config, rate = recipe.config, given_rate(optimizer)
+    kind, others = type(optimizer).__name__, {}
+    if kind.lower() != config.optimizer.lower():
+        others["optimizer"] = kind
+    if isinstance(rate, keras.Variable) and rate.numpy() != np.float32(config.learning_rate):
+        others["learning_rate"] = f"the learning rate {rate.numpy():g}"
+    return [
+        f"config.{name}={getattr(config, name)}: {function} chooses {other}. It can use "
+        f"config.{name} instead."
+        for name, other in others.items()
+        if name in overridden_fields(recipe)
+    ]

@@ -14,6 +14,7 @@ since the report before it, or since the run was resumed. They are not compared 
 cover other steps.
 """
 
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -27,7 +28,6 @@ from absl import flags
 
 from data.system.extras import of_satellite
 from data.system.files import exists
-from data.system.scratch import plain_path
 from trainer import run_files
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
@@ -46,11 +46,10 @@ _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 _ALL_PARTS = "gradients of all parts of the batch"
 _HINT = (
-    "From the step after the first difference on, all parts differ. If the runs should be equal, "
-    "find the part: {} with --config.log_every_steps=1."
+    "\nFrom the step after the first difference on, all parts differ. If the runs should be equal, "
+    "find the part: continue both from a checkpoint at which they are equal, or start both anew, "
+    "with --config.log_every_steps=1."
 )
-_CONTINUE = "continue both runs from a checkpoint at which they are equal,"
-_ANEW = "start both runs anew"
 # The name of each value that differs, and its largest difference; NaN if that is no number.
 Differences: TypeAlias = dict[str, float]
 
@@ -79,9 +78,8 @@ class Difference:
             when = f"equal at step {self.equal_step:,}, {when}"
         else:
             when += ", the first that was compared"
-        hint = ""
-        if self.step - (self.equal_step or 0) > 1 and _ALL_PARTS in self.differ:
-            hint = "\n" + _HINT.format(_CONTINUE if self.equal_step else _ANEW)
+        has_passed = self.step - (self.equal_step or 0) > 1
+        hint = _HINT if has_passed and _ALL_PARTS in self.differ else ""
         return f"{what}: {when}: {', '.join(shown)}{hint}"
 
 
@@ -197,28 +195,27 @@ def variable_differences(left: str, right: str) -> Differences:
 
     Raises ConfigError if the checkpoints are of different models, or one of them is damaged.
     """
-    for path in (left, right):
-        _check_complete(path)
-    with plain_path(left) as plain_left, plain_path(right) as plain_right:
-        found = _dense_differences(left, right, (plain_left, plain_right))
-    return found | _table_differences(left, right)
-
-
-def _check_complete(path: str) -> None:
     # They load TensorFlow.
-    from trainer.checkpoints.marks import DamagedError, check_file, complete_mark
+    from trainer.checkpoints.marks import DamagedError, complete_mark
+    from trainer.checkpoints.store import local_files
 
-    try:
-        for name, contents in complete_mark(path).files.items():
-            check_file(f"{path}/{name}", contents)
-    except DamagedError as error:
-        raise ConfigError(f"{path} cannot be compared: {error}. Copy its files again.") from error
+    with contextlib.ExitStack() as stack:
+        readable = []
+        for path in (left, right):
+            try:
+                found = local_files(path, complete_mark(path).files)
+                readable.append(stack.enter_context(found))
+            except DamagedError as error:
+                message = f"{path} cannot be compared: {error}. Copy its files again."
+                raise ConfigError(message) from error
+        differences = _dense_differences(left, right, readable)
+    return differences | _table_differences(left, right)
 
 
-def _dense_differences(left: str, right: str, plain: Sequence[str]) -> Differences:
+def _dense_differences(left: str, right: str, readable: Sequence[str]) -> Differences:
     import tensorflow as tf
 
-    readers = [tf.train.load_checkpoint(f"{path}/variables") for path in plain]
+    readers = [tf.train.load_checkpoint(f"{path}/variables") for path in readable]
     ours, theirs = ({**reader.get_variable_to_shape_map()} for reader in readers)
     names = _readable_names(readers[0].get_tensor(_GRAPH))
     if ours.keys() != theirs.keys():

@@ -27,9 +27,8 @@ cross entropy of labels, integer or one-hot, and logits; the default metric is a
 labels are classes. docs/keras.md has losses and metrics of Keras.
 
 `parse` and `augment` must treat each example independently of B: they may get several batches at
-once, or a part of a batch. Random numbers must come from the seeds: use
-`tf.random.stateless_uniform`, for example. The seed of an example differs in each epoch,
-and is the same on any topology.
+once, or a part of a batch. Random numbers must come from the seeds, as of
+`tf.random.stateless_uniform`: an example has another seed in each epoch, the same on any topology.
 
 `build_learner` is for a step of another kind: several losses, several optimizers. `parts` are the
 arguments of trainer.learner.Learner, which lists the methods to override. See
@@ -54,6 +53,7 @@ from data.system.files import FAIL, SKIP, expanded
 from data.system.files import absolute as absolute_path
 from trainer.config_file import errors_explained, load_module, split_target
 from trainer.step.options import (
+    ABOVE_0,
     BELOW_1,
     PRECISIONS,
     EarlyStoppingConfig,
@@ -123,6 +123,10 @@ class DataConfig:
     label: str = ""
 
 
+# The reading list of a batch needs 50 to 124 bytes an example: the kernel would end the process.
+_AT_MOST_2_24 = ("at most 2**24", lambda size: size <= 2**24)
+
+
 @dataclass
 class RunOptions:
     """The fields of Config that are no options of a step.
@@ -183,11 +187,11 @@ class RunOptions:
     data_dir: str = ""
     data_cache_dir: str = ""
     data_cache_bytes: int = option(10 << 30, at_least=0)
-    seed: int = option(0, at_least=0)
-    batch_size: int = option(64, at_least=1)
-    eval_batch_size: int = option(0, at_least=0)
+    seed: int = option(0, at_least=0, bound=("below 2**32", lambda seed: seed < 2**32))
+    batch_size: int = option(64, at_least=1, bound=_AT_MOST_2_24)
+    eval_batch_size: int = option(0, at_least=0, bound=_AT_MOST_2_24)
     optimizer: str = "adam"
-    learning_rate: float = 0.001
+    learning_rate: float = option(0.001, bound=ABOVE_0)
     train_steps: int = option(1000, at_least=1)
     steps_per_call: int = option(50, at_least=1)
     log_every_steps: int = option(100, at_least=1)
@@ -195,7 +199,9 @@ class RunOptions:
     checkpoint_every_steps: int = option(1000, at_least=0)
     keep_checkpoints: int = option(3, at_least=1)
     complete_checkpoint_every: int = option(1, at_least=1)
-    recover_from_nan: int = option(0, at_least=0)
+    recover_from_nan: int = option(
+        0, at_least=0, needs=(("checkpoint_every_steps",), "checkpoint_every_steps=100")
+    )
     best_metric: str = "loss"
     best_mode: str = option("auto", one_of=("auto", "min", "max"))
     histogram_every_steps: int = option(0, at_least=0)
@@ -247,8 +253,8 @@ class Recipe:
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-def load_recipe(path: str, config: Config | None = None) -> Recipe:
-    """The functions that the file or module `path` defines, with its config, or with `config`.
+def load_recipe(path: str) -> Recipe:
+    """The functions that the file or module `path` defines, with its config.
 
     `path` may end with `:function`, which is called in place of `get_config`.
 
@@ -260,9 +266,7 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
         if not callable(getattr(module, name, None)):
             raise ConfigError(f"--config={path} defines no {name}(). See configs/digits.py.")
     with errors_explained(f"{get_config}() of {place}"):
-        made = getattr(module, get_config)()
-    defaults = flatten(made) if isinstance(made, Config) else {}
-    config = made if config is None else config
+        config = getattr(module, get_config)()
     if not isinstance(config, Config):
         raise ConfigError(
             f"{get_config}() of {place} returned {type(config).__name__}, but must return a "
@@ -273,7 +277,7 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
     names = (item.name for item in dataclasses.fields(Recipe)[2:-2])
     # Any: functions of a user's module, which has no types.
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in names}
-    return Recipe(path, config, **functions, files=files, defaults=defaults)
+    return Recipe(path, config, **functions, files=files, defaults=flatten(config))
 
 
 def overridden_fields(recipe: Recipe) -> list[str]:
@@ -315,9 +319,6 @@ def flatten_json(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return fields
 
 
-_ABSENT = object()
-
-
 def flatten_as(config: object, values: Mapping[str, Any]) -> dict[str, Any]:
     """As `flatten`, of the "config" of a config.json; only the fields that `config` has.
 
@@ -325,16 +326,14 @@ def flatten_as(config: object, values: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for name, _, current in fields_of(config):
-        *groups, last = name.split(".")
-        found: Any = values
-        for key in (*groups, last):
-            found = found.get(key, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+        found = _value_in(values, name, _ABSENT)
         is_group = isinstance(found, Mapping) and not isinstance(current, Mapping | None)
         if found is _ABSENT or is_group:  # The config file has changed since.
             continue
         if found == json.loads(json.dumps(current)):
             fields[name] = current
         elif isinstance(found, Mapping):
+            *groups, last = name.split(".")
             owner = functools.reduce(getattr, groups, config)
             make_key = _type_of_keys(get_type_hints(type(owner))[last])
             fields[name] = {make_key(key): _tuples(value) for key, value in found.items()}
@@ -343,24 +342,37 @@ def flatten_as(config: object, values: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+_ABSENT = object()
+
+
+def _value_in(values: Any, name: str, default: object) -> Any:
+    """The value of the field `name` in the "config" of a config.json; else `default`."""
+    for key in name.split("."):
+        values = values.get(key, default) if isinstance(values, Mapping) else default
+    return values
+
+
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _type_of_keys(declared: Any) -> Callable[[str], object]:
     """Int or float for `dict[int, ...]`, `dict[float, ...] | None` and so on, else str."""
-    key = (*get_args(_mapping_in(declared)), str)[0]
+    mappings = filter(_is_mapping, _types_in(declared))
+    key = (*get_args(next(mappings, None)), str)[0]
     return key if key in (int, float) else str
 
 
-def _mapping_in(declared: Any) -> Any:
-    """`dict[int, float]` for itself and for `dict[int, float] | None`; None for other types."""
+def _types_in(declared: Any) -> list[Any]:
+    """`[int, str]` for `int | str | None`, and `[int]` for `int`."""
     is_union = get_origin(declared) in (Union, UnionType)
-    for each in (declared, *(get_args(declared) if is_union else ())):
-        origin = get_origin(each) or each
-        if isinstance(origin, type) and issubclass(origin, Mapping):
-            return each
-    return None
+    types = get_args(declared) if is_union else [declared]
+    return [each for each in types if each is not type(None)]
+
+
+def _is_mapping(declared: Any) -> bool:
+    kind = get_origin(declared) or declared
+    return isinstance(kind, type) and issubclass(kind, Mapping)
 
 
 def num_lanes(config: Config) -> int:
@@ -415,18 +427,11 @@ def changed_fields(former: Mapping[str, Any], config: Config) -> str:  # Any: JS
     """
     changes, document = [], config_document(config)
     for name in flatten(config):
-        *groups, last = name.split(".")
-        theirs = functools.reduce(lambda group, key: group.get(key, {}), groups, former)
-        ours = functools.reduce(dict.__getitem__, groups, document)[last]
-        if theirs.get(last, ours) != ours:
-            changes.append(f"{name} {json.dumps(theirs[last])} -> {json.dumps(ours)}")
+        ours = _value_in(document, name, None)
+        theirs = _value_in(former, name, ours)
+        if theirs != ours:
+            changes.append(f"{name} {json.dumps(theirs)} -> {json.dumps(ours)}")
     return ", ".join(changes)
-
-
-def _has_types(declared: Any) -> bool:
-    """Returns True for `bool | str`, for example; False for `str | None`."""
-    is_union = get_origin(declared) in (Union, UnionType)
-    return is_union and len(set(get_args(declared)) - {type(None)}) > 1
 
 
 def _resolve_annotations(config: object) -> None:
@@ -438,7 +443,8 @@ def _resolve_annotations(config: object) -> None:
     hints = get_type_hints(type(config)) if any(isinstance(i.type, str) for i in items) else {}
     for item in items:
         item.type = hints.get(item.name, item.type)
-        if _has_types(item.type) or _mapping_in(item.type):
+        types = _types_in(item.type)
+        if len(types) > 1 or any(map(_is_mapping, types)):
             item.type = object  # For which ml_collections reads a literal of Python, or text.
         if dataclasses.is_dataclass(value := getattr(config, item.name)):
             _resolve_annotations(value)

@@ -19,30 +19,51 @@ from trainer.step.options import must_be
 
 log = logging.getLogger(__name__)
 
-_LARGE_BATCH = 1 << 20  # The memory for smaller ones is not looked at.
-# Of the reading list of a batch, at least: 50 to 124 were measured.
-_BYTES_PER_EXAMPLE = 50
-
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first invalid field."""
     values = flatten(config)
     # As Config declares them: a field that a derived class declares again has no other bounds.
-    for name, item, default in fields_of(Config()):
+    declared = list(fields_of(Config()))
+    for name, item, default in declared:
         _check_field(name, item.metadata, default, values[name])
-    if config.seed >= 2**32:
-        raise ConfigError(f"config.seed must be below 2**32. Received: seed={config.seed}.")
-    if not 0 < config.learning_rate < math.inf:
-        raise must_be("a finite number above 0", "learning_rate", config.learning_rate, 0.001)
-    if config.recover_from_nan and not config.checkpoint_every_steps:
+    for name, item, default in declared:
+        needed, example = item.metadata.get("needs", ((), ""))
+        if values[name] != default and needed and not any(values[other] for other in needed):
+            raise ConfigError(
+                f"config.{name}={values[name]} means nothing without "
+                f"{' or '.join(f'config.{other}' for other in needed)}. Type "
+                f"--config.{example}, for example, or leave {name} out."
+            )
+    config.schedule.check()
+    config.clip.check()
+    config.local_steps.check()
+    if config.deterministic and (secs := config.local_steps.every_secs):
         raise ConfigError(
-            f"config.recover_from_nan={config.recover_from_nan} needs checkpoints to go back to, "
-            "but config.checkpoint_every_steps=0 saves at the end only. Type "
-            "--config.checkpoint_every_steps=100, for example."
+            f"config.local_steps.every_secs={secs:g} divides the steps by the speed of the "
+            "workers, which no run repeats, but config.deterministic asks for equal bits in each "
+            "run. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, or leave "
+            "deterministic out."
         )
-    _check_memory("batch_size", config.batch_size)
-    _check_memory("eval_batch_size", config.eval_batch_size)
-    _check_options(config)
+    weights = config.class_weight
+    if not isinstance(weights, Mapping) or not all(
+        type(index) is int
+        and index >= 0
+        and isinstance(weight, int | float)
+        and 0 <= weight < math.inf
+        for index, weight in weights.items()
+    ):
+        raise must_be(
+            "indices of classes with finite weights from 0", "class_weight", weights, "'{0: 2}'"
+        )
+    if config.virtual_replicas & (config.virtual_replicas - 1):
+        raise must_be("0 or a power of two", "virtual_replicas", config.virtual_replicas, 8)
+    if config.virtual_replicas and (chosen := config.local_steps.chosen):
+        raise ConfigError(
+            f"{chosen}: what a replica computes alone "
+            "depends on the number of replicas, so config.virtual_replicas cannot keep the bits "
+            "equal. Leave one of the two out."
+        )
     check_trackers(config.trackers)
     if config.warm_start.path.startswith("s3://"):
         raise ConfigError(
@@ -57,7 +78,7 @@ def check(config: Config) -> None:
         )
 
 
-def _check_field(name: str, declared: Mapping[str, Any], default: object, value: Any) -> None:
+def _check_field(name: str, declared: Mapping[str, Any], default: Any, value: Any) -> None:
     """Raises ConfigError if `value` has not the type, or is not in the bounds, of field `name`."""
     if choices := declared.get("one_of"):
         if (type(value), value) not in [(type(choice), choice) for choice in choices]:
@@ -78,31 +99,13 @@ def _check_field(name: str, declared: Mapping[str, Any], default: object, value:
         )
     words, is_valid = declared.get("bound", ("", lambda _: True))
     if not is_valid(value):  # NaN is not valid either.
-        raise must_be(words, name, value, 1.0 if is_valid(1.0) else 0.1)
+        raise must_be(words, name, value, default or type(default)(1 if is_valid(1) else 0.1))
     if declared.get("is_pattern"):
         try:
             re.compile(str(value))
         except re.error as error:
             needed = f"a regular expression ({error})"
             raise must_be(needed, name, value, "'kernel|bias'") from error
-
-
-def _check_memory(name: str, size: int) -> None:
-    """Refuses a batch whose list of examples alone needs more than the free memory.
-
-    Without this check the kernel would kill the process.
-    """
-    if size < _LARGE_BATCH:
-        return
-    from data.system.memory import free_memory_bytes
-
-    free = free_memory_bytes()
-    if size * _BYTES_PER_EXAMPLE > free:
-        raise ConfigError(
-            f"config.{name}={size:,} needs {size * _BYTES_PER_EXAMPLE / 2**30:,.1f} GiB of memory "
-            f"to list the examples of a batch, without the examples, but {free / 2**30:,.1f} GiB "
-            f"are free. Type a smaller one, for example --config.{name}=1024."
-        )
 
 
 def check_sub_batches(config: Config, num_sub_batches: int, num_workers: int) -> None:
@@ -182,50 +185,4 @@ def check_virtual_replicas(config: Config, num_replicas: int) -> None:
                 f"config.virtual_replicas={parts} must divide config.{name}, so that all parts of "
                 f"a batch are equal. Received: {size}. Type --config.{name}="
                 f"{-(-size // parts) * parts}, for example."
-            )
-
-
-def _check_options(config: Config) -> None:
-    config.schedule.check()
-    config.clip.check()
-    config.local_steps.check()
-    if config.deterministic and (secs := config.local_steps.every_secs):
-        raise ConfigError(
-            f"config.local_steps.every_secs={secs:g} divides the steps by the speed of the "
-            "workers, which no run repeats, but config.deterministic asks for equal bits in each "
-            "run. Type --config.local_steps.every_secs=0 --config.local_steps.every=100, or leave "
-            "deterministic out."
-        )
-    weights = config.class_weight
-    if not isinstance(weights, Mapping) or not all(
-        type(index) is int
-        and index >= 0
-        and isinstance(weight, int | float)
-        and 0 <= weight < math.inf
-        for index, weight in weights.items()
-    ):
-        raise must_be(
-            "indices of classes with finite weights from 0", "class_weight", weights, "'{0: 2}'"
-        )
-    if config.virtual_replicas & (config.virtual_replicas - 1):
-        raise must_be("0 or a power of two", "virtual_replicas", config.virtual_replicas, 8)
-    if config.virtual_replicas and (chosen := config.local_steps.chosen):
-        raise ConfigError(
-            f"{chosen}: what a replica computes alone "
-            "depends on the number of replicas, so config.virtual_replicas cannot keep the bits "
-            "equal. Leave one of the two out."
-        )
-    if config.early_stopping.patience and not config.eval_every_steps:
-        raise ConfigError(
-            f"config.early_stopping.patience={config.early_stopping.patience} counts evaluations, "
-            "but there is none before the end. Type --config.eval_every_steps=1000, for example."
-        )
-    values = flatten(config)
-    for name, item, default in fields_of(Config()):
-        needed, example = item.metadata.get("needs", ((), ""))
-        if values[name] != default and needed and not any(values[other] for other in needed):
-            raise ConfigError(
-                f"config.{name}={values[name]} means nothing without "
-                f"{' or '.join(f'config.{other}' for other in needed)}. Type "
-                f"--config.{example}, for example, or leave {name} out."
             )

@@ -43,8 +43,6 @@ _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 _REASON = re.compile(r"\b(?:Error|Exception) encountered:\s+")
 _LOADED: set[str] = set()  # The files of config files, and their neighbours.
 _SHIPPED = _PROGRAM / "configs"
-# Errors of other tasks: a user's code did not cause them.
-_LOSSES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 
 
 def split_target(target: str) -> tuple[str, str]:
@@ -146,33 +144,13 @@ def errors_explained(what: str, hint: str = "") -> Iterator[None]:
         raise ConfigError(f"{what} fails: {said}{hint}") from error
 
 
-@contextlib.contextmanager
-def reads_of(config: object) -> Iterator[set[str]]:
-    """Within it the set gets the names of the attributes of `config` that are read."""
-    reads: set[str] = set()
-    kind = type(config)
-
-    def note(self: object, name: str) -> object:
-        reads.add(name)
-        return kind.__getattribute__(self, name)
-
-    recording = type(kind.__name__, (kind,), {"__getattribute__": note})
-    # The object itself, not a copy: the functions of a file may have it as a global, too.
-    object.__setattr__(config, "__class__", recording)
-    try:
-        yield reads
-    finally:
-        object.__setattr__(config, "__class__", kind)
-
-
 def _is_loss(error: Exception) -> bool:
-    if type(error).__name__ in _LOSSES:
-        return True
+    """Returns True for errors of other tasks, which a user's code did not cause."""
     if not type(error).__module__.startswith("tensorflow."):
         return False
     from strategies.lost_peers import loss_of  # Loads TensorFlow, which this module must not.
 
-    return loss_of(error) is not None
+    return type(error).__name__ == "CancelledError" or loss_of(error) is not None
 
 
 def explained(error: BaseException) -> str:
@@ -197,7 +175,9 @@ def explained(error: BaseException) -> str:
     frames = [(found[1], int(found[2]), found[3]) for found in places]
     raised = traceback.extract_tb(error.__traceback__)
     frames = [(f.filename, f.lineno or 0, f.name) for f in raised] + frames
-    hint = _collision(error) or _import_of_tables(text)
+    hint = _collision(error)
+    if "Could not locate class 'ShardedEmbedding'" in text:
+        hint = "\n  It is a class of this program: write `import trainer.embeddings` in the file."
     for file, number, name in reversed(frames):
         if _is_users(file):
             code = linecache.getline(file, number).strip()
@@ -330,13 +310,6 @@ def _collision(error: BaseException) -> str:
                     f"{found}, and the imports of it."
                 )
     return ""
-
-
-def _import_of_tables(text: str) -> str:
-    """What to do if a user's code loads a model with tables, which Keras does not know; else ""."""
-    if "Could not locate class 'ShardedEmbedding'" not in text:
-        return ""
-    return "\n  ShardedEmbedding is of this program. Write `import trainer.embeddings` in the file."
 
 
 def _shipped_file(place: str) -> str:

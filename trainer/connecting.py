@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from data.system.cores import num_cores
-from data.system.files import is_url, shown
+from data.system.files import shown
 from strategies.base import Executor
 from strategies.gpus import replica_devices, use_gpus
 from strategies.mirrored import MirroredExecutor
@@ -22,8 +22,8 @@ from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.last_step import write_if_newer
 from trainer.compiled_programs import kept_programs
-from trainer.config import ConfigError
 from trainer.guards.signals import StopSignals
+from trainer.run_files import directory_of_logs
 from trainer.run_record.recorder import Recorder
 from trainer.task_spec import TaskSpec
 
@@ -104,15 +104,13 @@ def configure_tensorflow(spec: TaskSpec) -> None:
 
 def _write_placement_to_file(spec: TaskSpec) -> None:
     """TensorFlow prints a line per op to descriptor 1; Python's own lines stay where they were."""
-    directory = spec.model_dir if spec.cluster is None else f"{spec.model_dir}/tasks"
-    if is_url(directory):
-        raise ConfigError(
-            f"--log_device_placement writes to a file in --model_dir={spec.model_dir}, which must "
-            "be a directory of this machine. Give such a directory, or leave the flag out."
-        )
+    directory, name = directory_of_logs(spec.model_dir), "placement.txt"
+    if spec.cluster is None:
+        directory = directory.parent
+    else:
+        name = f"{spec.cluster.task.job}-{spec.cluster.task.index}.{name}"
+    path = os.path.join(directory, name)
     os.makedirs(directory, exist_ok=True)
-    task = spec.cluster.task if spec.cluster else None
-    path = f"{directory}/{f'{task.job}-{task.index}.' if task else ''}placement.txt"
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     with open(path, "wb", buffering=0) as file:

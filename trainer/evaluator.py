@@ -37,7 +37,7 @@ from trainer.guards.signals import StopSignals
 from trainer.hooks.building import build_json_lines
 from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
-from trainer.hooks.writers import Lossy, TensorBoard
+from trainer.hooks.writers import TensorBoard
 from trainer.inputs import data_errors_explained, open_inputs
 from trainer.model_dir import check_model_dir, finished_result
 from trainer.run_files import RunFiles, local_dir
@@ -104,13 +104,12 @@ def _follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, stopwatch: S
         remove_tree(checkpointer.staging)  # Of an evaluator that was killed.
     console = Console(config.train_steps, is_quiet=spec.is_quiet)
     appended = RunFiles(local_dir(spec.model_dir))
-    metrics = RunFiles(appended.evaluator).metrics
-    json_lines = Lossy(build_json_lines(metrics, inputs), metrics)
+    json_lines = build_json_lines(RunFiles(appended.evaluator).metrics, inputs)
     tried, evaluated = Saved(-1, Position()), -1
     evaluate = Evaluate(
         executor,
         learner,
-        [console, json_lines, Lossy(TensorBoard(appended.tensorboard), appended.tensorboard)],
+        [console, json_lines, TensorBoard(appended.tensorboard)],
         every_steps=0,
         last_step=config.train_steps,
         best_metric=config.best_metric,

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterable
 
 from data.system.errors import reason_lines
 
@@ -14,8 +13,6 @@ EXIT_USAGE = 2  # Bad usage, config or data: a restart would end in the same way
 # A peer was lost, this task was asked to stop, made no progress, could not save its last state, or
 # another run has its directory: the last checkpoint is complete, restart to resume.
 EXIT_RESTART = 75
-# The directories that this command has made for a run: `end_at_once` removes the empty ones.
-reserved_directories: list[str] = []
 
 
 def first_line(error: BaseException) -> str:
@@ -39,12 +36,4 @@ def end_at_once(signum: int, frame: object) -> None:
     message = f"{signal.Signals(signum).name}: ending; nothing has started.\n"
     with contextlib.suppress(OSError):  # Nobody may read it.
         os.write(sys.stderr.fileno(), message.encode())
-    remove_empty(reserved_directories)
     os._exit(EXIT_RESTART)
-
-
-def remove_empty(directories: Iterable[str]) -> None:
-    """Removes those of `directories` that are empty."""
-    for directory in directories:
-        with contextlib.suppress(OSError):
-            os.rmdir(directory)

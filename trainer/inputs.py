@@ -35,7 +35,7 @@ from strategies.step_errors import DataFaultError, reason_of_xla
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
-from trainer.models import declared_outputs, keras_tensors
+from trainer.models import declared_inputs, declared_outputs, keras_tensors
 from trainer.run_files import TAKEN_NAMES
 from trainer.step.keras_losses import is_keras
 from trainer.unparsed_records import message_of, unparsed
@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 
 # They need no files; a run prepares them when they are missing.
 _WITHOUT_DOWNLOAD = ("digits", "diabetes", "clicks")
-# A line before the reason in TensorFlow's errors of graphs.
-_HEADING = re.compile(r"Detected at node |<stack traces unavailable>|\d+ root error\(s\) found")
 
 
 @dataclass(frozen=True)
@@ -188,11 +186,10 @@ def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Input
 
 def declared_dtypes(model: keras.Model) -> Declared:
     """The dtype of the input of `model`, or dtypes by name; None if the inputs are others."""
-    # Subclassed models, and a Sequential that was never called, have no `input`.
-    taken = getattr(model, "input", None)
+    taken = declared_inputs(model)
     if isinstance(taken, dict):
         return {name: tensor.dtype for name, tensor in taken.items()}
-    tensors = list(getattr(model, "inputs", None) or [])
+    tensors = [] if taken is None else tf.nest.flatten(taken)
     return str(tensors[0].dtype) if len(tensors) == 1 else None
 
 
@@ -257,39 +254,46 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
 
     Raises ConfigError if they do not fit, or if config.best_metric names none of the metrics.
     """
+    objective = learner.objective
     specs, labels, *weights = inputs.train.parsed_specs
-    if is_keras(recipe.loss) or learner.objective.keras_metrics or recipe.config.class_weight:
-        _require_rank(labels, recipe.path)
-    is_function = "loss" in learner.objective.functions and not is_keras(recipe.loss)
+    needs_rank = is_keras(recipe.loss) or objective.keras_metrics or recipe.config.class_weight
+    if needs_rank and any(label.shape.rank is None for label in tf.nest.flatten(labels)):
+        raise ConfigError(
+            "The number of axes of the labels is not known, but the loss or the metrics of "
+            f"{recipe.path} need it. Let parse() return tf.ensure_shape(labels, [None]), for "
+            "example."
+        )
+    is_function = "loss" in objective.functions and not is_keras(recipe.loss)
     if is_function and any(map(tf.nest.is_nested, weights)):
         raise ConfigError(
             f"parse() of {recipe.path} returns several weights, but the loss is a function, which "
             "takes one for each example. Return one tensor; or give a loss by output, "
             "loss = {'NAME': function, ...}."
         )
-    has_several = tf.nest.is_nested(labels) or labels.shape.rank not in (None, 1, 2)
-    if recipe.config.class_weight and not has_several and len(labels.shape) == 2:
-        (output, *_) = tf.nest.flatten(declared_outputs(learner.model, specs))  # None: not known.
-        # As of a token: the label is of a position.
-        has_several = output is not None and len(output.shape) > 2
-    if recipe.config.class_weight and (weights or has_several):
-        other = "weights of examples too" if weights else "several labels"
-        raise ConfigError(
-            f"config.class_weight is for one label an example, but parse() of {recipe.path} "
-            f"returns {other}. Multiply the weights in parse()."
-        )
+    if recipe.config.class_weight:
+        has_several = tf.nest.is_nested(labels) or labels.shape.rank not in (1, 2)
+        if not has_several and labels.shape.rank == 2:
+            (output, *_) = tf.nest.flatten(declared_outputs(learner.model, specs))
+            # As of a token: the label is of a position. None: the outputs are not known.
+            has_several = output is not None and len(output.shape) > 2
+        if weights or has_several:
+            other = "weights of examples too" if weights else "several labels"
+            raise ConfigError(
+                f"config.class_weight is for one label an example, but parse() of {recipe.path} "
+                f"returns {other}. Multiply the weights in parse()."
+            )
     has_default_accuracy = recipe.metrics is None and (
-        recipe.loss is not None or "loss" not in learner.objective.functions
+        recipe.loss is not None or "loss" not in objective.functions
     )
-    if has_default_accuracy or is_keras(recipe.loss) or learner.objective.keras_metrics:
+    if has_default_accuracy or is_keras(recipe.loss) or objective.keras_metrics:
         outputs = learner.model.compute_output_spec(keras_tensors(specs))
         if has_default_accuracy and not _are_classes(labels, outputs):
-            learner.objective.leave_out_accuracy()
-        learner.objective.build_metrics(labels, outputs)
+            objective.leave_out_accuracy()
+        objective.build_metrics(labels, outputs)
     if recipe.config.best_mode != "auto":
         is_lowest = recipe.config.best_mode == "min"
-        learner.objective.directions[recipe.config.best_metric] = is_lowest
-    names = learner.objective.metric_names
+        objective.directions[recipe.config.best_metric] = is_lowest
+    names = objective.metric_names
     for name in names:
         if name in TAKEN_NAMES or names.count(name) > 1:
             other = "another value" if name in TAKEN_NAMES else "another metric"
@@ -301,14 +305,6 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         raise ConfigError(
             f"config.best_metric={recipe.config.best_metric!r} is none of the metrics: "
             f"{', '.join(names)}."
-        )
-
-
-def _require_rank(labels: Batch, path: str) -> None:
-    if any(label.shape.rank is None for label in tf.nest.flatten(labels)):
-        raise ConfigError(
-            f"The number of axes of the labels is not known, but the loss or the metrics of {path} "
-            "need it. Let parse() return tf.ensure_shape(labels, [None]), for example."
         )
 
 
@@ -362,10 +358,7 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
                 "and start again; or, if they are as they should be, remove the index, "
                 ".SPLIT.index.npz or SPLIT.index.npz."
             ) from error
-        # The first paragraphs are the trace of the graph, or its heading.
-        lines = message.strip().split("\n\n")[-1].splitlines()
-        reason = next((line.strip() for line in lines if not _HEADING.match(line)), lines[0])
-        reason = re.sub(r"\{\{function_node [^}]*\}\} ?", "", reason)
+        reason = first_line(Exception(message))
         reason = re.sub(r"^Error in user-defined function .*? iterator: \S+: ", "", reason)
         reason = reason.rpartition("assertion failed: ")[2].replace("\\'", "'")
         raise DataError(

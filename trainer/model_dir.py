@@ -39,19 +39,17 @@ def check_model_dir(model_dir: str) -> None:
     """Writes a file to `model_dir`, or where this directory would be made, and removes it.
 
     Raises:
-        ModelDirError: no file can be written to it, or it has a file of a run's directory's name.
+        ModelDirError: no file can be written to it, or it has a file with the name of a directory.
         DiskError: its disk is full or fails, or has become read-only since a run wrote there.
         UnavailableError: it is at s3://, which does not answer.
     """
     run = RunFiles(model_dir)
-    if path := run.name_of_wrong_kind():
-        found, needed = "directory", "file"
-        if not files.is_dir(path):
-            found, needed = needed, found
-        raise ModelDirError(
-            f"{path} is a {found}, and a run writes a {needed} of this name. Move it to another "
-            "place, or give another --model_dir."
-        )
+    for path in (run.checkpoints, run.tensorboard, run.export, run.evaluator, run.tasks):
+        if os.path.isfile(path):
+            raise ModelDirError(
+                f"{path} is a file, and a run makes a directory of this name. Move it to another "
+                "place, or give another --model_dir."
+            )
     with disk_errors_explained(model_dir):
         place = model_dir
         if files.is_url(model_dir):

@@ -7,7 +7,6 @@ if not is_built(model):
 """
 
 import warnings
-import zipfile
 
 import keras
 import tensorflow as tf
@@ -21,9 +20,6 @@ from trainer.config_file import check_eager, errors_explained
 from trainer.learner.variables import is_trainable
 from trainer.step.keras_losses import overrides
 from trainer.step.options import ConfigError
-
-# The name by which .keras files have the class ShardedEmbedding.
-_TABLE = b"tf_distribution_trainer>ShardedEmbedding"
 
 
 def build_model(
@@ -95,12 +91,7 @@ _OVERRIDES = {
 
 def load_keras_file(path: str) -> keras.Model:
     """Loads a .keras file, without its optimizer. A damaged or foreign file may raise any error."""
-    may_have_table = True
-    if zipfile.is_zipfile(path):  # Not at a URL, for example.
-        with zipfile.ZipFile(path) as archive:
-            may_have_table = _TABLE in archive.read("config.json")
-    if may_have_table:
-        of_satellite("trainer.embeddings", "ShardedEmbedding")  # Keras then knows it by its name.
+    of_satellite("trainer.embeddings", "ShardedEmbedding")  # Keras then knows it by its name.
     return keras.models.load_model(path, compile=False)
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from strategies.gpus import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from strategies.tables import part_rows
-from trainer.batch_checks import check_batches
+from trainer.batch_checks import check_batches, length_notes
 from trainer.build import build_checkpointer
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.marks import Saved
@@ -23,7 +23,6 @@ from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.hooks.export import check_export, export_notes
 from trainer.inputs import Inputs, open_inputs
 from trainer.learner import Learner
-from trainer.parsed_specs import length_notes
 from trainer.session import build_session
 
 

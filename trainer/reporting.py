@@ -24,6 +24,7 @@ from data.system.files import absolute as absolute_path
 from data.system.files import shown
 from strategies.lost_peers import loss_of
 from strategies.step_errors import DataFaultError
+from trainer.batch_checks import length_notes
 from trainer.checkpoints.marks import Saved
 from trainer.config import changed_fields, data_dir, overridden_fields, to_json
 from trainer.config_file import absolute
@@ -35,7 +36,6 @@ from trainer.hooks.console import Console
 from trainer.hooks.export import export_notes
 from trainer.hooks.stops import StopIfReplaced
 from trainer.inputs import data_errors_explained
-from trainer.parsed_specs import length_notes
 from trainer.run_files import Document, RunFiles, metric_words
 from trainer.run_record.recorder import Recorder
 from trainer.run_record.report_upload import uploading_reports

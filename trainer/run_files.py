@@ -127,16 +127,6 @@ class RunFiles:
         self.tasks = join(model_dir, "tasks")
         self.compiled = join(model_dir, "compiled")
 
-    def name_of_wrong_kind(self) -> str:
-        """A path where a run needs a directory and finds a file, or the reverse; else ""."""
-        if is_url(self.model_dir):  # Object stores have no directories.
-            return ""
-        directories = (self.checkpoints, self.tensorboard, self.export, self.evaluator, self.tasks)
-        for path in (*directories, self.config, self.result, self.metrics):
-            if exists(path) and is_dir(path) != (path in directories):
-                return path
-        return ""
-
     def write_config(self, document: Document) -> None:
         """Writes config.json, in a directory that is created. Raises OSError if that fails."""
         make_dirs(self.model_dir)
@@ -288,7 +278,7 @@ def json_objects(path: str) -> Iterator[Document]:
     with open_file(path) as file:
         lines = file.read().splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := json.loads(line), dict):
                 yield found
 

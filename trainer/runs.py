@@ -88,24 +88,22 @@ def table(runs: Sequence[Document], fields: Sequence[str], width: int | None) ->
     """
     columns = [_column(runs, name, fields) for name in fields]
     sizes = [max(map(len, column)) for column in columns]
-    left_out: list[str] = []
-    while width is not None and len(columns) > 1 and sum(sizes) + 2 * len(sizes) - 2 > width:
-        room = width - sum(sizes[:-1]) - 2 * len(sizes) + 2
-        if fields[len(columns) - 1] == "differs" and room >= _LEAST_DIFFERS:
-            columns[-1] = [c if len(c) <= room else c[: room - 1] + "…" for c in columns[-1]]
-            sizes[-1] = room
-        else:
-            left_out.insert(0, fields[len(columns) - 1])
-            columns.pop()
-            sizes.pop()
-    for place, (column, size) in enumerate(zip(columns, sizes, strict=True)):
-        is_text = fields[place] in ("run", "strategy", "differs")
-        columns[place] = [c.ljust(size) if is_text else c.rjust(size) for c in column]
-    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    # The width up to the end of each column. The last one may be cut if it has the changes.
+    least = [
+        min(size, _LEAST_DIFFERS) if name == "differs" else size
+        for name, size in zip(fields, sizes, strict=True)
+    ]
+    ends = [sum(sizes[:place]) + 2 * place + size for place, size in enumerate(least)]
+    num_shown = max(1, sum(width is None or end <= width for end in ends))
+    for place, size in enumerate(sizes):
+        pad = str.ljust if fields[place] in ("run", "strategy", "differs") else str.rjust
+        columns[place] = [pad(cell, size) for cell in columns[place]]
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns[:num_shown], strict=True)]
+    if width is not None and fields[num_shown - 1] == "differs":
+        lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
     lines.insert(1, "─" * max(map(len, lines)))
-    if left_out:
-        names = ",".join(left_out)
-        lines.append(f"Left out for the width: {names}. --fields chooses columns.")
+    if left_out := fields[num_shown:]:
+        lines.append(f"Left out for the width: {','.join(left_out)}. --fields chooses columns.")
     return lines
 
 

@@ -28,7 +28,7 @@ from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from strategies.step_errors import memory_explained
 from trainer import build
-from trainer.batch_checks import check_batches
+from trainer.batch_checks import check_batches, input_specs
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import DamagedError
@@ -50,11 +50,13 @@ from trainer.inputs import (
 from trainer.learner import Learner
 from trainer.learner.variables import set_values
 from trainer.models import build_model
-from trainer.parsed_specs import input_specs
 from trainer.run_files import Document, RunFiles, finished_checkpoints, step_in
 from trainer.task_spec import TaskSpec
 
 _log = logging.getLogger(__name__)
+
+# The names of the checkpoints that --checkpoint may mean.
+_KINDS = {"newest": "step-", "newest_complete": "step-", "best": "best-"}
 
 
 def build_session(
@@ -148,9 +150,10 @@ def restore(
             if not isinstance(error.__cause__, DamagedError):
                 raise
             if checkpoint != "newest_complete" or name == fitting[0]:
-                others = len(_fitting("newest_complete", checkpointer, model_dir)) > 1
-                hint = " Type --checkpoint=newest_complete." if checkpoint == "newest" else ""
-                raise ModelDirError(f"{error}{hint if others else ''}") from error
+                has_others = len(_fitting("newest_complete", checkpointer, model_dir)) > 1
+                is_advised = checkpoint == "newest" and has_others
+                hint = " Type --checkpoint=newest_complete." if is_advised else ""
+                raise ModelDirError(f"{error}{hint}") from error
             _log.warning("%s Using the one before it.", error)
         else:
             break
@@ -160,13 +163,10 @@ def restore(
 def _fitting(wanted: str, checkpointer: Checkpointer, model_dir: str) -> list[str]:
     """The names of the checkpoints that `wanted` may mean, the oldest first; at least one."""
     names = finished_checkpoints(checkpointer.directory)
-    if wanted in ("newest", "newest_complete"):
-        fitting = [name for name in names if name.startswith("step-")]
-    elif wanted == "best":
-        fitting = [name for name in names if name.startswith("best-")]
+    if wanted in _KINDS:
+        fitting = [name for name in names if name.startswith(_KINDS[wanted])]
     else:
-        steps = {name: step_in(name) for name in names}
-        fitting = [name for name, step in steps.items() if wanted in (str(step), name)]
+        fitting = [name for name in names if wanted in (name, str(step_in(name)))]
     if not fitting:
         raise ConfigError(
             f"--checkpoint={wanted}: {model_dir} has no such checkpoint. It has "
@@ -180,9 +180,7 @@ def evaluate(
 ) -> Document:
     """Returns the checkpoint's name and step, the split, its examples, and the metrics.
 
-    Raises:
-        ConfigError, DataError, ModelDirError: the run has no such checkpoint, the data is missing,
-            or the config file now defines another model.
+    Arguments and errors are as of `restore`.
     """
     restored = restore(model_dir, checkpoint, split, data_dir)
     reader, learner, executor = restored.reader, restored.learner, restored.executor

@@ -173,7 +173,7 @@ def _supervised(
                 log.error("%s", _what_a_restart_does(spec))
             # Servers also stay for a chief that starts when another run has ended.
             if executor.recovery and not (is_lost or isinstance(error, run_lock.LockedError)):
-                executor.recovery.end_servers()
+                executor.close()
             if is_lost:
                 return
             raise

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 from data.prepare.sources import Options, Source
 from data.prepare.sources.csv_files import SUFFIXES
 from data.prepare.sources.idx import DOWNLOADS, FILES
+from data.system import files
 from data.system.extras import import_extra
 from data.system.files import DataError
 from data.tfrecord.shard_names import SPLIT_DIRS
@@ -124,8 +125,7 @@ def nearest(name: str, others: Sequence[str] = ()) -> str:
 
 
 def open_source(name: str, path: str | None, options: Options) -> Source:
-    """The source of data set `name`, which is made from `path`. No example is read yet."""
-    check(name, options)
+    """The source of data set `name`, which `check` accepts. No example is read yet."""
     kind, colon, following = name.partition(":")
     if not colon and path is None and name not in _NAMES:
         near = nearest(name)
@@ -142,6 +142,8 @@ def open_source(name: str, path: str | None, options: Options) -> Source:
         )
     if path is not None and not entry.made_from and not colon:
         raise DataError(f"--source={path} would be ignored: {name} has no files. Leave it out.")
+    if path is not None and kind != "python" and not files.exists(path):
+        raise DataError(f"There is no --source={path}. Give a file or directory that exists.")
     module = f"data.prepare.sources.{entry.module or kind}"
     found = import_extra(module, entry.extra, f"The data set {name}")
     return cast(Source, found.source(following or name, path or "", options))

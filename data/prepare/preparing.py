@@ -112,8 +112,6 @@ def write_new(
             parent, base = os.path.split(data_dir)
             partial = os.path.join(parent, f".{base}.partial")
             stack.enter_context(_directory(parent))
-            if not os.access(parent, os.W_OK):
-                raise DataError(f"The directory {parent} cannot be written. {_GIVE_ANOTHER}")
             lock = os.path.join(parent, f".{base}.lock")
             wait = f"Another process is writing {what} in {data_dir}: waiting for it."
             stack.enter_context(locked(lock, functools.cache(lambda: _say(wait))))
@@ -165,7 +163,7 @@ def repair(data_dir: str, splits: Sequence[str], out: str) -> list[str]:
         has_unknown = any(item.num_records is None for item in found)
         unknown = " and some that cannot be counted" if has_unknown else ""
         lines.append(f"{name}: {num_good:,} records copied, {num_lost:,}{unknown} left out")
-        lines += [f"  {item}{damage.also_lost(item)}" for item in found]
+        lines += [f"  {item}" for item in found]
         if num_good:
             good[name] = _good_split(shards, num_good)
     if not good:
@@ -183,7 +181,7 @@ def _good_split(shards: Sequence[damage.ShardReport], num_good: int) -> SourceSp
     def records_of(number: int, low: int, high: int) -> Iterator[bytes]:
         path, run = runs[number]
         found = read_records(path, run.begin, run.end, run.first_record)
-        return damage.readable(itertools.islice(found, low, high))
+        return itertools.islice(found, low, high)
 
     return SourceSplit(
         num_good,
@@ -214,16 +212,16 @@ def _is_prepared(
         raise DataError(
             f"{data_dir}/dataset_info.json is not JSON. {_GIVE_ANOTHER} Or remove it first."
         ) from None
-    is_gone = name == "rewrite" and (source is None or not files.exists(source))
-    if not is_gone:
-        # "mnist" from IDX files and "tfds:mnist/3.0.1" are the same data set.
-        wanted = bare_name(name)
-        if name == "rewrite":
-            wanted = rewrite.name_in(source or "", options=options)
-        if (found := _name_in(info)) != wanted:
-            raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
-    if overwrite or is_gone:
-        return not overwrite
+    # "mnist" from IDX files and "tfds:mnist/3.0.1" are the same data set.
+    wanted = bare_name(name)
+    if name == "rewrite":
+        if source is None or not files.exists(source):
+            return not overwrite
+        wanted = rewrite.name_in(source, options=options)
+    if (found := _name_in(info)) != wanted:
+        raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
+    if overwrite:
+        return False
     try:
         then = json.loads(files.read_text(files.join(data_dir, _ORIGIN)))
         then = {"options": dict(then["options"]), "files": dict(then["files"])}

@@ -5,8 +5,8 @@
     prepare = of_satellite("data.prepare.preparing", "prepare")
 
 A command that lacks a package ends with exit code 2, and with the command that installs it. A
-satellite, or core code that only some options or paths need, is loaded by name. If a deleted
-satellite is called, the caller fails with one message; all else works.
+satellite, or core code that only some options or paths need, is loaded by name: all else works if
+its folder is deleted.
 """
 
 import importlib
@@ -48,13 +48,5 @@ def import_extra(module: str, extra: str, what: str) -> ModuleType:
 
 
 def of_satellite(module: str, name: str) -> Any:  # Any: a function or a class.
-    """The function or class `name` of `module`. Raises UsageError if its folder is deleted."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # A package that the module imports is not installed.
-        raise UsageError(
-            f"This needs {error.name}, which was deleted from this copy of the program. Put it "
-            "back."
-        ) from None
+    """The function or class `name` of `module`."""
+    return getattr(importlib.import_module(module), name)

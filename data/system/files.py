@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from glob import iglob
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import BinaryIO, TypeVar, cast
 
@@ -193,7 +194,7 @@ def open_file(path: str) -> BinaryIO:
         return open(path, "rb", buffering=0)
     except PermissionError:
         raise DataError(
-            f"{path} cannot be read by this user (permission denied): chmod a+r {path}"
+            f"{path} cannot be read by this user (permission denied): chmod a+r {quote(path)}"
         ) from None
 
 
@@ -277,10 +278,8 @@ def partial_name(path: str) -> str:
 
 
 def rename(source: str, target: str) -> None:
-    """Moves a file; overwrites `target`."""
-    if is_s3(target):
-        object_store.rename(source, target)
-    elif is_url(target):
+    """Moves a file; overwrites `target`. Not for s3://."""
+    if is_url(target):
         _gfile(lambda gfile: gfile.rename(source, target, overwrite=True))
     else:
         os.replace(source, target)

@@ -79,9 +79,14 @@ class MissingObstoreError(OSError):
     """obstore is not installed. The message says what to type."""
 
 
-def require() -> None:
-    """Raises MissingObstoreError if obstore is not installed."""
-    _obstore()
+def require() -> ModuleType:
+    """The module obstore. Raises MissingObstoreError if it is not installed."""
+    try:
+        import obstore
+    except ImportError as error:
+        message = missing("s3://", "obstore", "s3")
+        raise MissingObstoreError(errno.ENOENT, message) from error
+    return obstore
 
 
 def exists(url: str) -> bool:
@@ -160,7 +165,7 @@ def put_new(url: str, content: bytes) -> bool:
     with _object(url) as (store, key):
         try:
             store.put(key, content, mode="create", use_multipart=False, attributes={_TOKEN: token})
-        except _obstore().exceptions.AlreadyExistsError:
+        except require().exceptions.AlreadyExistsError:
             with contextlib.suppress(FileNotFoundError):  # Its owner has removed it.
                 return bool(store.get(key).attributes.get(_TOKEN) == token)
             return False
@@ -184,12 +189,6 @@ def download(url: str, path: str) -> None:
     with _object(url) as (store, key), open(path, "wb") as file:
         for block in store.get(key).stream(_PART_BYTES):
             file.write(block)
-
-
-def rename(source: str, target: str) -> None:
-    """Copies an object of a bucket to another name in it, and removes the first."""
-    with _object(target) as (_, new_key), _object(source) as (store, key):
-        store.rename(key, new_key)
 
 
 def remove(url: str) -> None:
@@ -270,22 +269,13 @@ def _endpoint_name() -> str:
     return "AWS_ENDPOINT_URL_S3" if os.environ.get("AWS_ENDPOINT_URL_S3") else "AWS_ENDPOINT_URL"
 
 
-def _obstore() -> ModuleType:
-    try:
-        import obstore
-    except ImportError as error:
-        message = missing("s3://", "obstore", "s3")
-        raise MissingObstoreError(errno.ENOENT, message) from error
-    return obstore
-
-
 @contextlib.contextmanager
 def _object(url: str) -> Iterator[tuple["S3Store", str]]:
     """The store and the key of `url`. Within it, errors of obstore become OSErrors.
 
     Raises UsageError for a key that obstore would refuse or change.
     """
-    errors = _obstore().exceptions
+    errors = require().exceptions
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
     key = key.rstrip("/")
     has_bad_name = key and {"", ".", ".."} & {*key.split("/")}

@@ -36,13 +36,12 @@ SERVING = "serving"  # Of a server: what the time was spent on follows from the 
 class Reading(NamedTuple):
     """The time of the process so far: `seconds` adds up to its age.
 
-    `cause` has been the cause for `open_secs`, which are in `seconds` too. Training has begun
-    `begins` times, the last time at `first_step`; steps are None before the first time.
+    `cause` is the present cause. Training has begun `begins` times, the last time at `first_step`;
+    steps are None before the first time.
     """
 
     seconds: dict[str, float]
     cause: str
-    open_secs: float
     begins: int
     first_step: int | None
     step: int | None
@@ -106,11 +105,9 @@ class Stopwatch:
     def read(self) -> Reading:
         """Returns the time so far."""
         with self._lock:
-            cause, open_secs = self._cause, self._clock() - self._since
-            seconds = dict(self._seconds)
-        seconds[cause] = seconds.get(cause, 0.0) + open_secs
-        steps = self._begins, self._first_step, self._step
-        return Reading(seconds, cause, open_secs, *steps)
+            seconds, cause = dict(self._seconds), self._cause
+            seconds[cause] = seconds.get(cause, 0.0) + self._clock() - self._since
+            return Reading(seconds, cause, self._begins, self._first_step, self._step)
 
 
 def age_of_process() -> float:

@@ -18,9 +18,8 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from shlex import quote
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,10 +29,8 @@ from data.tfrecord import framing as frames
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
 from data.tfrecord.crc import FRAME_BYTES, HEADER_BYTES, Int64s
-from data.tfrecord.framing import BadRecord, Damage
+from data.tfrecord.framing import Damage
 from data.tfrecord.split import Shard, Split
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +67,6 @@ def open_good(data_dir: str, split: str) -> Split:
     has other lengths. A damaged split is walked at each opening; if that takes long, copy it:
     `python -m data.inspect --data_dir=DIR --repair=NEW_DIR`.
     """
-    data_dir = os.fspath(data_dir)
     reports = _saved_or_examined(data_dir, split)
     damages = tuple(damage for report in reports for damage in report.damages)
     if not damages:
@@ -78,9 +74,10 @@ def open_good(data_dir: str, split: str) -> Split:
     for damage in damages:
         if damage.num_records is None:
             raise DataError(
-                f"{damage}. How many records are lost with it cannot be counted: neither "
-                "dataset_info.json nor an index from before tells. Copy the file again; or copy "
-                f"the other records: python -m data.inspect --data_dir={data_dir} --repair=NEW_DIR"
+                f"{damage}, and cannot be counted: neither dataset_info.json nor an index from "
+                "before tells. Copy the file again; or copy "
+                f"the other records: python -m data.inspect --data_dir={quote(data_dir)} "
+                "--repair=NEW_DIR"
             )
     runs = [(report, run) for report in reports for run in report.runs]
     if not runs:
@@ -96,22 +93,7 @@ def open_good(data_dir: str, split: str) -> Split:
 
 
 def _starts(path: str, run: Run) -> Int64s:
-    try:
-        with files.open_file(path) as file:
-            return frames.walk(file, path, run.begin, run.end, run.first_record)
-    except BadRecord as error:
-        raise DataError(f"{error.damage}: it was changed while it was read.") from None
-
-
-def readable(items: Iterable[T]) -> Iterator[T]:
-    """Yields what is made of records; a damaged record is a DataError."""
-    try:
-        yield from items
-    except BadRecord as error:
-        raise DataError(
-            f"Records are corrupt ({error.damage}). To name all of them: "
-            "python -m data.inspect --data_dir=DIR --verify"
-        ) from None
+    return records.record_starts(path, run.end, files.parent(path), run.begin, run.first_record)
 
 
 def examine(data_dir: str, split: str) -> list[ShardReport]:
@@ -226,7 +208,6 @@ def _saved_or_examined(data_dir: str, split: str) -> list[ShardReport]:
     _log.info("Verifying every record of split %r in %s, once.", split, data_dir)
     reports = examine(data_dir, split)
     if not any(report.damages for report in reports):
-        _remove_foreign_index(data_dir, split, reports)
         records.open_split(data_dir, split)  # Writes the index, whose stamp is saved too.
     document = {
         **key,
@@ -251,18 +232,6 @@ def _saved_or_examined(data_dir: str, split: str) -> list[ShardReport]:
         why = f"{error.strerror}, so every process verifies all records again"
         _log.warning("%s was not saved (%s). Make the directory writable once.", path, why)
     return reports
-
-
-def _remove_foreign_index(data_dir: str, split: str, reports: list[ShardReport]) -> None:
-    """Removes an index that does not fit the records of undamaged files."""
-    if (index := records.load_index(data_dir, split)) is None:
-        return
-    for report, shard in zip(reports, index.shards, strict=False):
-        if not _is_indexed(report, shard, index.chunk_examples):
-            path = records.index_path(data_dir, split)
-            _log.warning("%s does not fit %s, which is complete: removed.", path, report.path)
-            files.remove_file(path)
-            return
 
 
 def _key(data_dir: str, split: str) -> dict[str, object]:
@@ -294,10 +263,3 @@ def _load(path: str, key: dict[str, object], data_dir: str) -> list[ShardReport]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _log.warning("%s cannot be read (%s): verifying again.", path, error)
         return None
-
-
-def also_lost(found: Damage) -> str:
-    """Says how many records are lost with the damaged one; "" if none is."""
-    if found.num_records is None:
-        return "; an unknown number of records is lost"
-    return f"; {found.num_records:,} records are lost" if found.num_records > 1 else ""

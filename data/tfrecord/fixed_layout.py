@@ -38,20 +38,18 @@ class Column:
     Attributes:
         shape: The shape of one example's values; () for bytes.
         num_bytes: The length of a value of bytes; None if it may vary.
-        default: Every value of a record without the feature; None if the feature is required.
     """
 
     kind: Literal["bytes", "int64", "float"]
     shape: tuple[int, ...] = ()
     num_bytes: int | None = None
-    default: int | None = None
 
     def on_disk(self) -> "tf.io.FixedLenFeature":
         """The argument of tf.io.parse_example."""
         import tensorflow as tf
 
         dtype = {"bytes": tf.string, "int64": tf.int64, "float": tf.float32}[self.kind]
-        return tf.io.FixedLenFeature(self.shape, dtype, self.default)
+        return tf.io.FixedLenFeature(self.shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +101,7 @@ class Layout:
         num_examples = tf.shape(rows)[0]
         values = {}
         for name, column in self.columns.items():
-            if (place := self._places.get(name)) is None:
-                default = tf.constant(column.default, column.on_disk().dtype)
-                values[name] = tf.fill([num_examples, *column.shape], default)
-                continue
+            place = self._places[name]
             first = begin + place.begin
             values[name] = rows[:, first : first + place.count * place.width]
             if column.kind == "bytes":
@@ -119,9 +114,9 @@ class Layout:
 def find_layout(record: bytes, columns: Mapping[str, Column]) -> Layout | None:
     """The layout of a serialized tf.train.Example, or None.
 
-    The example must have every column, except numbers with a default, as protocol buffer libraries
-    write it: lists of numbers are packed, and no field comes twice. All values of a list must have
-    one length, which integers of one and of two bytes do not have.
+    The example must have every column as protocol buffer libraries write it: lists of numbers are
+    packed, and no field comes twice. All values of a list must have one length, which integers of
+    one and of two bytes do not have.
     """
     if len(record) > _MAX_RECORD_BYTES:
         return None
@@ -133,8 +128,8 @@ def find_layout(record: bytes, columns: Mapping[str, Column]) -> Layout | None:
     for name, column in columns.items():
         place = found.get(name)
         if place is None:
-            fits = name not in found and column.default is not None and column.kind != "bytes"
-        elif column.kind == "bytes":
+            return None
+        if column.kind == "bytes":
             expected = ("bytes", (), column.num_bytes)
             fits = (place.kind, column.shape, place.width) == expected
         else:

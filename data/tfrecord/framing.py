@@ -17,6 +17,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
+from shlex import quote
 from typing import BinaryIO
 
 import google_crc32c
@@ -50,15 +51,24 @@ class Damage:
     num_records: int | None = 1
 
     def __str__(self) -> str:
-        return f"{self.path}: record {self.record} at byte {self.offset}: {self.reason}"
+        lost = ""
+        if self.num_records is None:
+            lost = "; an unknown number of records is lost"
+        elif self.num_records > 1:
+            lost = f"; {self.num_records:,} records are lost"
+        return f"{self.path}: record {self.record} at byte {self.offset}: {self.reason}{lost}"
 
 
-class BadRecord(Exception):
+class BadRecord(DataError):
     """A damaged record was met."""
 
     def __init__(self, damage: Damage) -> None:
-        super().__init__(str(damage))
+        super().__init__(damage)  # Not the message: an error may be pickled.
         self.damage = damage
+
+    def __str__(self) -> str:
+        advice = "To name all of them: python -m data.inspect --data_dir=DIR --verify"
+        return f"Records are corrupt ({self.damage}). {advice}"
 
 
 def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s:
@@ -178,5 +188,6 @@ def refuse_compressed(path: str, data_dir: str) -> None:
     source = data_dir.rstrip("/") or "."
     raise DataError(
         f"{path} is compressed ({compression}), so it is not seekable. Rewrite the directory once: "
-        f"python -m data.prepare rewrite --source={source} --data_dir={source}-plain"
+        f"python -m data.prepare rewrite --source={quote(source)} "
+        f"--data_dir={quote(f'{source}-plain')}"
     ) from None

@@ -53,11 +53,12 @@ class Pieces:
         return {**dict(zip(PIECE_NAMES, pieces, strict=True)), "gather": reads.gather}
 
     def plan_one_by_one(self, records: Int64s) -> Int64s:
-        """A piece for each of `records` [k], in the order of PIECE_NAMES: int64 [4, k]."""
+        """A piece for each of `records` [g, k], in the order of PIECE_NAMES: int64 [g, 4, k]."""
         begins = np.cumsum(self._lengths) - self._lengths
         shards = np.searchsorted(begins, records, side="right") - 1
         chunks, skip = np.divmod(records - begins[shards], self._split.chunk_examples)
-        return np.stack([shards, *self._seek(shards, chunks, skip), np.ones_like(records)])
+        pieces = shards, *self._seek(shards, chunks, skip), np.ones_like(records)
+        return np.stack(pieces, axis=1)
 
     def byte_ranges(
         self, order: Order, first_batch: int, num_batches: int, lanes: range

@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import re
+from pathlib import Path
 from shlex import quote
 
 from data.system import files
@@ -163,21 +164,23 @@ def nothing_found(data_dir: str, split: str) -> str:
         to_evaluate = next((name for name in rest if word_of("test", name)), rest[-1])
         message = (
             f"{data_dir} has no split {split!r}, only {', '.join(others)}. Add the shards, or name "
-            f"one of these: --split={near}, or in training --config.data.train_split={to_train} or "
-            f"--config.data.eval_split={to_evaluate}."
+            f"one of these: --split={quote(near)}, or in training --config.data.train_split="
+            f"{quote(to_train)} or --config.data.eval_split={quote(to_evaluate)}."
         )
         unnamed = _any_names(data_dir)
         if set(others) & set(SPLIT_NAMES) or not unnamed:
             return message
         return f"{message} Or, if these are no splits: {_how_to_split(data_dir, unnamed)}"
-    if below := _dirs_with_shards(data_dir, names):
-        return f"{data_dir} holds no TFRecord shards, but {below[0]} does: --data_dir={below[0]}"
+    if below := _dirs_with_shards(data_dir):
+        found = f"{below[0]} does: --data_dir={quote(below[0])}"
+        return f"{data_dir} holds no TFRecord shards, but {found}"
     if unnamed := _any_names(data_dir):
         return (
             f"{data_dir} has files whose names do not tell the split ({', '.join(unnamed[:3])}"
             f"{', ...' * (len(unnamed) > 3)}): {_how_to_split(data_dir, unnamed)}"
         )
-    return f"{data_dir} holds no TFRecord shards ({', '.join(names[:3])}, ...); {needed}"
+    known = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+    return f"{data_dir} holds no TFRecord shards ({known}); {needed}"
 
 
 def _how_to_split(data_dir: str, names: list[str]) -> str:
@@ -226,19 +229,14 @@ def _any_names(directory: str) -> list[str]:
     return sorted(name for name in files.files_in(directory) if _SHARD.fullmatch(name))
 
 
-def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
+def _dirs_with_shards(data_dir: str) -> list[str]:
     """The directories one or two levels below `data_dir` to give as --data_dir."""
+    top = Path(data_dir)
     if files.is_url(data_dir):
         return []
-    found = []
-    for top in (os.path.join(data_dir, name) for name in names):
-        for root, dirs, inside in os.walk(top, followlinks=True):
-            if _split_names(inside):
-                is_split = os.path.basename(root).lower() in SPLIT_DIRS
-                found.append(os.path.dirname(root) if is_split else root)
-            if root != top:
-                dirs.clear()
-    return sorted(found)
+    below = [*top.glob("*/"), *top.glob("*/*/")]
+    found = [path for path in below if _split_names([inside.name for inside in path.glob("*")])]
+    return sorted(str(path.parent if path.name.lower() in SPLIT_DIRS else path) for path in found)
 
 
 def _list(data_dir: str) -> list[str]:
@@ -254,12 +252,12 @@ def _list(data_dir: str) -> list[str]:
     except NotADirectoryError:
         raise DataError(
             f"{data_dir} is a file; --data_dir needs the directory that holds the shards: "
-            f"--data_dir={files.parent(data_dir) or '.'}"
+            f"--data_dir={quote(files.parent(data_dir) or '.')}"
         ) from None
     except OSError as error:
         if isinstance(error, PermissionError) and not files.is_url(data_dir):
             denied = f"{data_dir} cannot be read by this user (permission denied)"
-            raise DataError(f"{denied}: chmod -R a+rX {data_dir}") from None
+            raise DataError(f"{denied}: chmod -R a+rX {quote(data_dir)}") from None
         raise DataError(f"{data_dir} cannot be listed: {error.strerror}") from None
 
 
@@ -271,7 +269,7 @@ def prepare_again(data_dir: str) -> str:
     is_foreign = not files.exists(join(data_dir, "dataset_info.json")) and (
         files.is_dir(data_dir) and bool(files.names_in(data_dir))
     )
+    directory = "OTHER_DIR" if is_foreign else quote(data_dir or ".")
     return (
-        f"python -m data.prepare NAME --data_dir={'OTHER_DIR' if is_foreign else data_dir or '.'} "
-        "(NAME: digits, mnist, tfds:NAME, ...)"
+        f"python -m data.prepare NAME --data_dir={directory} (NAME: digits, mnist, tfds:NAME, ...)"
     )

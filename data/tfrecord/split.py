@@ -15,6 +15,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Iterator
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -135,7 +136,6 @@ def open_split(data_dir: str, split: str) -> Split:
     A saved index is used if it fits. Otherwise the record headers are read, about a million a
     second, and the index is saved if the directory can be written to.
     """
-    data_dir = os.fspath(data_dir)
     paths = shard_paths(data_dir, split)
     sizes = files.sizes_of(paths)
     indexed = _fitting_index(data_dir, split, paths, sizes)
@@ -158,7 +158,7 @@ def _new_index(data_dir: str, split: str, paths: list[str], sizes: list[int]) ->
             "%d of the %d files of split %r are empty, for example %s: they are left out.",
             *(sizes.count(0), len(sizes), split, paths[sizes.index(0)]),
         )
-    starts = [_record_starts(path, size, data_dir) for path, size in zip(paths, sizes, strict=True)]
+    starts = [record_starts(path, size, data_dir) for path, size in zip(paths, sizes, strict=True)]
     indexed = index_of(split, paths, sizes, starts)
     _check_lengths(data_dir, indexed)
     try:
@@ -212,7 +212,7 @@ def check_record_bytes(split: Split, most: int) -> None:
         for chunk in np.flatnonzero(ends - shard.offsets > most + FRAME_BYTES).tolist():
             begin, end = int(shard.offsets[chunk]), int(ends[chunk])
             first = shard.first_record + chunk * split.chunk_examples
-            starts = _record_starts(shard.path, end, parent(shard.path), begin, first)
+            starts = record_starts(shard.path, end, parent(shard.path), begin, first)
             lengths = np.diff(starts, append=end) - FRAME_BYTES
             if (longest := int(lengths.max())) > most:
                 at = int(lengths.argmax())
@@ -224,9 +224,10 @@ def check_record_bytes(split: Split, most: int) -> None:
                 )
 
 
-def _record_starts(
+def record_starts(
     path: str, end: int, data_dir: str, begin: int = 0, first_record: int = 0
 ) -> Int64s:
+    """The offsets of the records in bytes [begin, end) of a file; a DataError if one is damaged."""
     try:
         with open_file(path) as file:
             return walk(file, path, begin, end, first_record)
@@ -287,8 +288,7 @@ def load_index(data_dir: str, split: str) -> Split | None:
     try:
         with open_file(path) as file, np.load(io.BytesIO(file.read())) as saved:
             if (version := int(saved["version"])) != _INDEX_VERSION:
-                _log.warning("%s has version %d: building it again.", path, version)
-                return None
+                raise ValueError(f"it has version {version}")
             chunk_examples, num_records = int(saved["chunk_examples"]), saved["num_records"]
             chunks = -(-num_records // chunk_examples)
             if chunks.sum() != len(saved["offsets"]):
@@ -317,11 +317,11 @@ def _fitting_index(data_dir: str, split: str, paths: list[str], sizes: list[int]
     for shard, size in zip(saved.shards, sizes, strict=True):
         if shard.num_bytes != size:
             # This error is more precise if the file ends inside a record.
-            _record_starts(shard.path, size, data_dir)
+            record_starts(shard.path, size, data_dir)
             raise DataError(
                 f"{shard.path} has {size:,} bytes, and had {shard.num_bytes:,} when {path} was "
                 "made: it was cut short, or replaced. Copy the file again; or, if it is as it "
-                f"should be, remove its index: rm {path}"
+                f"should be, remove its index: rm {quote(path)}"
             )
     _check_lengths(data_dir, saved)
     return saved

@@ -69,12 +69,11 @@ def check_own_address(cluster: Cluster) -> None:
             ) from None
         if not is_in_use:
             raise
-    with contextlib.suppress(UnknownHostError):
-        if identify(address) == task:
-            raise ClusterError(
-                f"Another process is {task} already, and serves at {address}. Each process needs "
-                "a different job or index: correct those of this process, or end the other one."
-            )
+    if answer_at(address) == task:
+        raise ClusterError(
+            f"Another process is {task} already, and serves at {address}. Each process needs a "
+            "different job or index: correct those of this process, or end the other one."
+        )
     if is_in_use:
         raise ClusterError(
             f"{task} should serve at {address}, but port {port} of this machine is in use. End the "
@@ -127,32 +126,17 @@ def wait_for_servers(cluster: Cluster) -> None:
             name is unknown for a minute. In a pod of Kubernetes see `_tolerated_secs`.
     """
     servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
-    is_identified = Identification(cluster, identify)
-    found: set[Task] = set()
-
-    def is_there(task: Task) -> bool:
-        if task in found and accepts_connections(cluster.address_of(task)):  # Costs less.
-            return True
-        found.discard(task)
-        if is_identified(task):
-            found.add(task)
-        return task in found
-
     # Without a chief task, this process is worker 0: it serves already, so its port is in use.
     port = port_of(cluster.address)
     with contextlib.nullcontext() if cluster.is_server else held(port):
-        wait_until_all_are_there(cluster, servers, is_there)
+        wait_until_all_are_there(cluster, servers, Identification(cluster, identify))
 
 
 def all_answer(cluster: Cluster) -> bool:
     """Returns True if all other training tasks answer now. A silent one takes a few seconds."""
     addresses = [cluster.address_of(task) for task in cluster.other_trainers]
-    with (
-        concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool,
-        contextlib.suppress(UnknownHostError),
-    ):
-        return all(isinstance(found, Task) for found in pool.map(identify, addresses))
-    return False
+    with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
+        return all(isinstance(found, Task) for found in pool.map(answer_at, addresses))
 
 
 class Identification:
@@ -266,6 +250,14 @@ def identify(address: str) -> Identity:
             return "silent" if is_late else "stranger"
     device = re.search(rb"/job:(\w+)/replica:0/task:(\d+)/", answer)
     return Task(device[1].decode(), int(device[2])) if device else "stranger"
+
+
+def answer_at(address: str) -> Identity:
+    """As `identify`; "silent" if the name of the host is unknown at the moment."""
+    try:
+        return identify(address)
+    except UnknownHostError:
+        return "silent"
 
 
 def greeting_at(address: str) -> bytes | None:

@@ -7,15 +7,15 @@ with held(first):                # other tasks can connect, and see that this ta
 
 import contextlib
 import random
-import select
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from data.system.background import repeating
 from data.system.ports import when_released
 
+_ACCEPT_SECS = 0.05  # The end of `held` waits for it.
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -51,30 +51,18 @@ def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[Non
         OSError: the port is in use.
     """
 
-    def accept() -> None:
-        poll = select.poll()
-        for watched in (listener, ended):
-            poll.register(watched, select.POLLIN)
-        while all(descriptor != ended.fileno() for descriptor, _ in poll.poll()):
-            with (
-                contextlib.suppress(OSError),  # The other side may have ended.
-                listener.accept()[0] as connection,
-            ):
-                connection.sendall(greeting() if callable(greeting) else greeting)
+    def greet() -> None:
+        with (
+            contextlib.suppress(OSError),  # Nobody has connected, or the other side has ended.
+            listener.accept()[0] as connection,
+        ):
+            connection.sendall(greeting() if callable(greeting) else greeting)
 
     with when_released(lambda: bind(port)) as listener:
-        ended, end = socket.socketpair()
-        with ended, end:
-            listener.listen()
-            listener.setblocking(False)
-            thread = threading.Thread(target=accept, name="held port", daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                # Shutting the listener down would wake the thread, too, but not on macOS.
-                end.close()
-                thread.join()
+        listener.listen()
+        listener.settimeout(_ACCEPT_SECS)
+        with repeating(greet, every_secs=0):
+            yield
 
 
 def free_ports(num_ports: int) -> list[int]:
@@ -82,10 +70,8 @@ def free_ports(num_ports: int) -> list[int]:
 
     A port of that range, such as binding to port 0 gives, may be taken by any connection before the
     task listens. A task that retries to connect to a dead peer may even get the peer's own port and
-    connect to itself, so that the peer cannot restart.
-
-    If that range leaves fewer than 100 ports for each port asked for, from 10,000 on, ports of the
-    range are returned nevertheless, as binding to port 0 gives them.
+    connect to itself, so that the peer cannot restart. Ports of the range are returned only if it
+    leaves fewer than 100 ports from 10,000 on for each port asked for.
 
     On Linux the ports are reserved while this process or a fork of it lives. So clusters that start
     at the same time, and listen some seconds later, use different ports.
@@ -102,17 +88,21 @@ def free_ports(num_ports: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         bound: list[socket.socket] = []
         for port in tries:
-            try:
+            with contextlib.suppress(OSError):
                 bound.append(stack.enter_context(bind(port, may_share=False)))
-            except OSError:
-                continue
             if len(bound) == num_ports:
-                ports = [reservation.getsockname()[1] for reservation in bound]
-                if sys.platform == "linux":
-                    for reservation in bound:
-                        _keep(reservation)
-                return ports
-    raise OSError(f"This machine has no {num_ports} free ports")
+                break
+        else:
+            raise OSError(f"This machine has no {num_ports} free ports")
+        ports = [reservation.getsockname()[1] for reservation in bound]
+        if sys.platform == "linux":
+            # Linux lets sockets share a port if all of them allow it and none listens. A server
+            # allows it, and so do the reservations from now on. The next call of this function does
+            # not, and so finds the ports taken.
+            for reservation in bound:
+                reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                reservation.detach()
+        return ports
 
 
 def outgoing_ports() -> list[int]:
@@ -121,13 +111,3 @@ def outgoing_ports() -> list[int]:
         return [int(number) for number in _PORT_RANGE_FILE.read_text().split()]
     except OSError:
         return []
-
-
-def _keep(reservation: socket.socket) -> None:
-    """Keeps the socket bound until this process ends, and lets a server bind the same port.
-
-    Linux lets sockets share a port if all of them allow it and none listens. A server allows it,
-    and so does the reservation from now on. `free_ports` does not, and so finds the port taken.
-    """
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reservation.detach()

@@ -10,20 +10,17 @@ A job is a list of addresses, or the map that Kubernetes operators write for ela
 `{"worker": {"3": "b:2222"}}`. Flags as in TensorFlow 1 (`--ps_hosts`) have the same addresses.
 """
 
+import contextlib
 import dataclasses
-import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from data.system.errors import UsageError
-from strategies.cluster.addresses import is_index, kind_of, parse_address
 from strategies.cluster.ports import free_ports
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
-# Other names of the same jobs, for which the closest spelling would suggest a wrong job.
-_ALSO_CALLED = {"master": "chief", "coordinator": "chief", "server": "ps", "parameter_server": "ps"}
 _EXAMPLE = {
     "mirrored": '{"cluster": {"worker": ["host-a:2222"]}, "task": {"type": "worker", "index": 0}}',
     "multiworker": '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, '
@@ -35,7 +32,6 @@ _UNLISTED = (
     "The chief does not know of this evaluator, and evaluates itself: start none (on Vertex AI, "
     'without workerPoolSpecs[3]). Or add "evaluator": ["host:port"] to the cluster of every task.'
 )
-_COMPLETE = "Kubeflow writes a complete one without `enableDynamicWorker: true` in the TFJob. "
 # Where a cluster is described, and what to type to add a job there.
 _TF_CONFIG, _COMMAND_LINE = "TF_CONFIG", "the command line"
 _ADD = {_TF_CONFIG: 'Add "{}": ["host:port"]', _COMMAND_LINE: "Add --{}_hosts=host:port"}
@@ -60,9 +56,9 @@ class Task:
 class Cluster:
     """The addresses of all tasks, by job and index, and the task of this process.
 
-    `jobs` is read-only. It lists chief, worker, ps, evaluator in this order, without jobs that have
-    no tasks. `generation` grows each time that the hosts of an elastic cluster change; None if they
-    do not. The functions of this module check every Cluster that they return.
+    `jobs` lists chief, worker, ps, evaluator in this order, without jobs that have no tasks.
+    `generation` grows each time that the hosts of an elastic cluster change; None if they do not.
+    The functions of this module check every Cluster that they return.
     """
 
     jobs: Mapping[str, Mapping[int, str]]
@@ -71,8 +67,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         known = [job for job in _JOBS if self.jobs.get(job)]
-        ordered = {job: MappingProxyType(dict(sorted(self.jobs[job].items()))) for job in known}
-        object.__setattr__(self, "jobs", MappingProxyType(ordered))
+        ordered = {job: dict(sorted(self.jobs[job].items())) for job in known}
+        object.__setattr__(self, "jobs", ordered)
         assert self.task in self.tasks(), f"{self.task} is not one of {self.tasks()}"
 
     @property
@@ -167,34 +163,26 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
             task is not in the cluster, or the strategy does not accept these jobs.
     """
     form = f"Example: {_EXAMPLE[strategy]}"
-    if not text.strip():
-        raise ClusterError(
-            "TF_CONFIG is set but empty. Unset it (`unset TF_CONFIG`) to train on this machine "
-            f"alone, or describe the cluster. {form}"
-        )
     try:
-        config = json.loads(text, object_pairs_hook=_object_without_repeats)
+        config = json.loads(text)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
         raise ClusterError(
             f"TF_CONFIG is not JSON: {error.msg} at line {error.lineno}, column {error.colno}, "
-            f"near {near!r}. {form} Put it in single quotes in a shell, to keep the double quotes."
+            f"near {near!r}. {form} Put it in single quotes in a shell, to keep the double quotes; "
+            "or `unset TF_CONFIG`, to train on this machine alone."
         ) from None
-    if not isinstance(config, dict):
-        came = f"{kind_of(config)}: {text.strip()[:60]!r}"
-        raise ClusterError(f"TF_CONFIG must be a JSON object, but is {came}. {form}")
-    if not isinstance(jobs_given := config.get("cluster"), dict) or not jobs_given:
-        came = kind_of(jobs_given) if "cluster" in config else f"only {_names(config)}"
+    given = config.get("cluster") if isinstance(config, dict) else None
+    if not isinstance(given, dict) or not given:
         raise ClusterError(
-            f'TF_CONFIG needs "cluster", an object of jobs and their addresses, but has {came}. '
-            f"{_COMPLETE if 'sparseCluster' in config else ''}{form}"
+            'TF_CONFIG must be a JSON object with "cluster", an object of jobs and their '
+            f"addresses, but is {text.strip()[:200]}. {form}"
         )
-    jobs = _parse_jobs(jobs_given)
+    jobs = _parse_jobs(given)
     if not jobs:
         raise ClusterError(f"TF_CONFIG's cluster has no addresses. {form}")
     generation = config.get("generation")  # A launcher writes it.
-    is_number = isinstance(generation, int)
-    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation if is_number else None)
+    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation)
     _check_strategy(cluster, strategy, _TF_CONFIG)
     return cluster
 
@@ -212,7 +200,7 @@ def parse_hosts(
     given = {name: text.rstrip(", \t\n") for name, text in hosts.items()}
     listed = {name: enumerate(text.split(",")) for name, text in given.items() if text}
     jobs = _parse_addresses(listed, _COMMAND_LINE)
-    job = _ALSO_CALLED.get(job, job) if job else job
+    job = "chief" if job == "master" else job
     if job not in jobs:
         raise ClusterError(
             f"--job_name says which task this process is: {_counts(jobs) or 'no job has hosts'}. "
@@ -243,36 +231,27 @@ def check_cluster(
     return cluster
 
 
-def local_cluster(
-    strategy: str,
-    num_workers: int,
-    num_ps: int,
-    choose_ports: Callable[[int], list[int]] = free_ports,
-) -> Cluster:
+def local_cluster(strategy: str, num_workers: int, num_ps: int) -> Cluster:
     """A cluster on this machine, on ports that are free now, seen from its chief.
 
     mirrored and multiworker have `num_workers` workers; ps also has a chief and `num_ps` ps tasks.
-    Another program may still take a port before its task starts. `choose_ports` finds ports in the
-    network namespace of the tasks.
+    Another program may still take a port before its task starts.
 
     Raises:
         ClusterError: fewer than one worker, or fewer than one ps under ps.
     """
-    if num_workers < 1:
-        raise ClusterError(
-            f"--strategy={strategy} needs at least one worker. Received: --workers={num_workers}. "
-            "Use --workers=2, or --strategy=mirrored for one process."
-        )
-    if strategy == "ps" and num_ps < 1:
-        raise ClusterError(
-            "--strategy=ps stores the variables on ps tasks and needs at least one. Received: "
-            f"--ps={num_ps}. Use --ps=1, or --strategy=multiworker, which needs none."
-        )
     sizes = {"worker": num_workers}
     if strategy == "ps":
         sizes = {"chief": 1, "worker": num_workers, "ps": num_ps}
+    for job, size in sizes.items():
+        if size < 1:
+            flag = {"worker": "--workers"}.get(job, f"--{job}")
+            raise ClusterError(
+                f"--strategy={strategy} needs at least one {job} task. Received: {flag}={size}. "
+                f"Type {flag}=1, or --strategy=mirrored for one process."
+            )
     try:
-        ports = iter(choose_ports(sum(sizes.values())))
+        ports = iter(free_ports(sum(sizes.values())))
     except OSError as error:
         raise ClusterError(f"{error}. End what listens on them, or use fewer tasks.") from None
     jobs = {job: {i: f"localhost:{next(ports)}" for i in range(n)} for job, n in sizes.items()}
@@ -283,24 +262,8 @@ def _is_complete(known: Mapping[int, str]) -> bool:
     return sorted(known) == list(range(len(known)))
 
 
-def _names(items: Iterable[str]) -> str:
-    return ", ".join(f'"{item}"' for item in items) or "nothing"
-
-
 def _counts(jobs: Mapping[str, Mapping[int, str]]) -> str:
     return ", ".join(f"{job} ({len(known)})" for job, known in jobs.items())
-
-
-def _object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result: dict[str, object] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ClusterError(
-                f'TF_CONFIG names "{key}" twice in one object, and JSON would drop the first. '
-                "Put all of it under one name."
-            )
-        result[key] = value
-    return result
 
 
 def _parse_jobs(cluster: Mapping[str, object]) -> dict[str, dict[int, str]]:
@@ -308,10 +271,8 @@ def _parse_jobs(cluster: Mapping[str, object]) -> dict[str, dict[int, str]]:
         cluster = {"chief" if job == "master" else job: known for job, known in cluster.items()}
     for job in cluster:
         if job not in _JOBS:
-            near = difflib.get_close_matches(job.lower(), _JOBS, n=1, cutoff=0.4)
-            guess = _ALSO_CALLED.get(job.lower(), next(iter(near), ""))
-            hint = f'Did you mean "{guess}"? ' if guess else ""
-            raise ClusterError(f'TF_CONFIG names the job "{job}". {hint}Jobs are {_names(_JOBS)}.')
+            names = ", ".join(f'"{known}"' for known in _JOBS)
+            raise ClusterError(f'TF_CONFIG names the job "{job}", but the jobs are {names}.')
     numbered = {job: _numbered(job, listed) for job, listed in cluster.items()}
     return _parse_addresses(numbered, _TF_CONFIG)
 
@@ -321,22 +282,19 @@ def _numbered(job: str, listed: object) -> Iterable[tuple[int, object]]:
         return enumerate(listed)
     if not isinstance(listed, dict):
         raise ClusterError(
-            f'TF_CONFIG\'s job "{job}" must be a list of addresses, but is {kind_of(listed)}: '
-            f'{listed!r}. Write "{job}": ["host:port"], one entry for each task.'
+            f'TF_CONFIG\'s job "{job}" must be a list of addresses, but is {listed!r}. '
+            f'Write "{job}": ["host:port"], one entry for each task.'
         )
-    numbered: dict[int, object] = {}
-    for key, address in listed.items():
-        if not is_index(key):
-            raise ClusterError(
-                f'TF_CONFIG\'s job "{job}" is a map from task index to address, but has the key '
-                f'{key!r}. Write "{job}": {{"0": "host:port"}}, or a list.'
-            )
-        if int(key) in numbered:
-            raise ClusterError(
-                f"TF_CONFIG names {Task(job, int(key))} twice. Give each task one address."
-            )
-        numbered[int(key)] = address
-    return numbered.items()
+    if not all(map(_is_index, listed)):
+        raise ClusterError(
+            f'TF_CONFIG\'s job "{job}" is a map from task index to address, but has the keys '
+            f'{list(listed)}. Write "{job}": {{"0": "host:port"}}, or a list.'
+        )
+    return [(int(index), address) for index, address in listed.items()]
+
+
+def _is_index(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,9}", text) is not None
 
 
 def _parse_addresses(
@@ -347,10 +305,7 @@ def _parse_addresses(
     for job, listed in numbered.items():
         for index, given in listed:
             task = Task(job, index)
-            try:
-                address = parse_address(given, job)
-            except ValueError as error:
-                raise ClusterError(f"In {source}, the address of {task} {error}") from None
+            address = _parse_address(given, task, source)
             if address in owner:
                 raise ClusterError(
                     f"In {source}, {address} is the address of both {owner[address]} and "
@@ -359,6 +314,19 @@ def _parse_addresses(
             owner[address] = task
             jobs.setdefault(job, {})[index] = address
     return jobs
+
+
+def _parse_address(given: object, task: Task, source: str) -> str:
+    """Returns `given` in its normal form: " Host-A:02222 " is "host-a:2222"."""
+    form = r"\s*(\[[^\[\]\s]+\]|[^:/,\[\]\s]+)\s*:\s*([0-9]{1,9})\s*"
+    found = re.fullmatch(form, given) if isinstance(given, str) else None
+    with contextlib.suppress(UnicodeError):  # Of a host that is no name in DNS.
+        if found and found[1].encode("idna") and 1 <= int(found[2]) <= 65535:
+            return f"{found[1].lower()}:{int(found[2])}"
+    raise ClusterError(
+        f"In {source}, the address of {task} is {given!r}. Write one for each task, of the form "
+        '"host:port", with a port from 1 to 65535, as "host-a:2222" or, with IPv6, "[::1]:2222".'
+    )
 
 
 def _parse_task(
@@ -382,19 +350,15 @@ def _parse_task(
             f"TF_CONFIG's task type is {json.dumps(job)}, but its cluster has {_counts(jobs)}. "
             + (_UNLISTED if job == "evaluator" else f"{change}, or add this task's address.")
         )
-    if isinstance(index, str) and is_index(index):
+    if isinstance(index, str) and _is_index(index):
         index = int(index)
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise ClusterError(
-            f"TF_CONFIG's task index must be an integer from 0, but is {kind_of(index)}: "
-            f'{json.dumps(index)}. Write "task": {{"type": "{job}", "index": 0}}.'
-        )
-    if index not in known:
+    if type(index) is not int or index not in known:  # A boolean is an int, too.
         is_range = _is_complete(known) and len(known) > 1
         which = f"0 to {len(known) - 1}" if is_range else ", ".join(map(str, known))
         raise ClusterError(
-            f"TF_CONFIG's task is {Task(job, index)}, but its cluster has {len(known)} {job} "
-            f"(index {which}). Indices start at 0: correct the index, or add this task's address."
+            f"TF_CONFIG's task is {job} {json.dumps(index)}, but its cluster has {len(known)} "
+            f"{job} (index {which}). Correct the index, an integer from 0, or add this task's "
+            "address."
         )
     return Task(job, index)
 
@@ -402,38 +366,31 @@ def _parse_task(
 def _check_strategy(cluster: Cluster, strategy: str, source: str) -> None:
     jobs, task = cluster.jobs, cluster.task
     names, add = f"{source} names", _ADD.get(source, "Add a {}")
-    if "chief" in jobs and list(jobs["chief"]) != [0]:
-        raise ClusterError(
-            f"A cluster has one chief, chief 0, but {names} {cluster.num('chief')} "
-            f"(index {', '.join(map(str, jobs['chief']))}). Make the others workers."
-        )
-    if cluster.num("evaluator") > 1:
-        raise ClusterError(
-            f"A run has one evaluator, but {names} {cluster.num('evaluator')}: they would write "
-            "the same files. Remove all but one."
-        )
+    for job in ("chief", "evaluator"):
+        if list(jobs.get(job, [0])) != [0]:
+            raise ClusterError(
+                f"A run has at most one {job}, {job} 0, but {names} {cluster.num(job)} "
+                f"(index {', '.join(map(str, jobs[job]))}). "
+                "Remove the others, or make them workers."
+            )
     if strategy == "mirrored" and ("ps" in jobs or len(cluster.trainers) != 1):
         raise ClusterError(
             f"--strategy=mirrored trains in one process, but {names} {_counts(jobs)}. "
             f"Use --strategy={'ps' if 'ps' in jobs else 'multiworker'} for several processes, "
             "or describe no cluster."
         )
-    if strategy == "ps":
-        for job, use in (("ps", "stores the variables"), ("worker", "computes the gradients")):
-            if job not in jobs:
-                raise ClusterError(
-                    f'--strategy=ps needs a "{job}" task, but {names} only {_counts(jobs)}. '
-                    f"It {use}. {add.format(job)}, or use --strategy=multiworker."
-                )
+    needed = ["ps", "worker"] if strategy == "ps" else ["worker"] if not cluster.trainers else []
+    for job in needed:
+        if job not in jobs:
+            other = ", or use --strategy=multiworker" if job == "ps" else ""
+            raise ClusterError(
+                f'--strategy={strategy} needs a "{job}" task, but {names} only {_counts(jobs)}. '
+                f"{add.format(job)}{other}."
+            )
     if strategy == "multiworker" and "ps" in jobs:
         raise ClusterError(
             f'--strategy=multiworker has no "ps" task, but {names} {_counts(jobs)}. '
             "Use --strategy=ps, or remove the ps tasks."
-        )
-    if not cluster.trainers:
-        raise ClusterError(
-            f"--strategy={strategy} needs workers, but {names} only {_counts(jobs)}. "
-            f"{add.format('worker')}."
         )
     if "ps" in jobs and "chief" not in jobs and 0 not in jobs["worker"]:
         raise ClusterError(

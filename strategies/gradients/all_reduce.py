@@ -3,6 +3,8 @@
     gradients = all_reduced(gradients)                  # in replica context
     gradients = all_reduced(gradients, Compression("bfloat16", num_senders=2))
     bucket_mb = best_bucket_mb(gradient_bytes, network)
+    with averaged_over_replicas(learner.layer_state):   # in replica context
+        gradients, totals = learner.gradients(batch)
 
 The backward pass computes the gradients of the last layers first. Each bucket of gradients is
 summed on its own, when its last gradient is computed (Li et al., "PyTorch Distributed: Experiences
@@ -12,10 +14,11 @@ fixed cost. Large buckets leave more to be sent when nothing is left to compute.
 a graph that XLA compiles as one op.
 """
 
+import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
@@ -88,6 +91,27 @@ def all_reduced(
         for index, part in zip(indices, parts, strict=True):
             summed[index] = tf.reshape(part, tf.shape(gradients[index]))
     return summed
+
+
+@contextlib.contextmanager
+def averaged_over_replicas(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Changes each of `variables` by the mean of what all replicas change it by within the block.
+
+    They are the state of layers, such as moving statistics: each replica changes its own copy, by
+    its own part of the batch. Without the average, a replica would evaluate with its own copy, but
+    only the first one is saved and exported. A variable that does not change keeps its bits.
+    In replica context; not to be converted by AutoGraph.
+    """
+    num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    if num_replicas == 1 or not variables:
+        yield
+        return
+    before = [variable.read_value() for variable in variables]
+    yield
+    changes = [new.read_value() - old for new, old in zip(variables, before, strict=True)]
+    sums = all_reduced(changes)
+    for variable, old, total in zip(variables, before, sums, strict=True):
+        variable.assign(old + total / num_replicas)
 
 
 def bucket_layout(gradients: Sequence[Tensor], bucket_bytes: float) -> list[list[int]]:

@@ -8,7 +8,6 @@ metadata such as the step, are sent as the bytes of one tensor. A large tensor i
 that uses it: a kernel completely, but only those rows of an embedding table that the batch needs.
 """
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -62,13 +61,13 @@ def sent_together(tensors: Sequence[Tensor], *, at: str = "", to: str = "") -> l
     together = [index for index, tensor in enumerate(tensors) if is_small(tensor)]
     if len(together) < 2:
         together = []
-    with _on(to):
+    with tf.device(to):
         arrived = [t if i in together else tf.identity(t) for i, t in enumerate(tensors)]
     if not together:
         return arrived
-    with _on(at):
+    with tf.device(at):
         bucket = tf.concat([_to_bytes(tensors[index]) for index in together], axis=0)
-    with _on(to):
+    with tf.device(to):
         sizes = [num_bytes(tensors[index]) for index in together]
         for index, part in zip(together, tf.split(tf.identity(bucket), sizes), strict=True):
             arrived[index] = _from_bytes(part, tensors[index])
@@ -116,10 +115,6 @@ def _rounded(value: Tensor, variable: tf.Variable, dtype: str) -> Tensor:
     is_table = variable.name.rpartition("/")[2].startswith("embeddings")
     is_rounded = variable.trainable and variable.dtype == tf.float32 and not is_table
     return tf.cast(value, dtype) if is_rounded else value
-
-
-def _on(device: str) -> contextlib.AbstractContextManager[object]:
-    return tf.device(device) if device else contextlib.nullcontext()
 
 
 def is_small(tensor: Tensor | tf.Variable) -> bool:

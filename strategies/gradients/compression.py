@@ -14,7 +14,6 @@ So a value that is too small for the type is accumulated and sent later. If a gr
 or skipped because it overflowed, the residual that was added to it is lost. Residuals belong to the
 process and are not saved: a restarted task starts with none, so a resumed run is equal up to the
 rounding of one gradient, not bit for bit. A sum over replicas is rounded again, without a residual.
-Rows of embeddings have no residual.
 """
 
 import uuid

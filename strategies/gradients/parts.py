@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
-from strategies.base import Batch, Tensor, present
+from strategies.base import Batch, Learner, Tensor, present
 
 # Metric totals of a part are rounded to multiples of 2 ** -24. Sums of such numbers below 2 ** 29
 # are exact in float64, so they may be added in any order.
@@ -127,6 +127,38 @@ def gradients_of_parts(
     is_own = tf.one_hot(share.number, share.of, dtype=tf.float64)
     of_all = is_own[:, tf.newaxis] * tf.cast(tf.stack(digests), tf.float64)
     return gradients, changes, tf.concat([_exact_sum(totals), tf.reshape(of_all, [-1])], axis=0)
+
+
+def gradients_of_virtual_replicas(
+    learner: Learner,
+    batch: Batch,
+    num_parts: int,
+    sums_of: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+) -> tuple[Sequence[Tensor], Tensor]:
+    """This replica's gradients and metric totals, of `num_parts` parts of a batch.
+
+    The totals end with digests, as those of `gradients_of_parts`. `sums_of` sums the changes of the
+    layers' state over replicas, along a tree.
+    """
+    state = learner.layer_state
+    counters = [v for v in learner.forward_state if v.dtype.is_integer]
+    before = [variable.read_value() for variable in (*state, *counters)]
+
+    def compute(part: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+        # Each part begins with the state before the step.
+        for variable, value in zip((*state, *counters), before, strict=True):
+            variable.assign(value)
+        gradients, totals = learner.gradients(part)
+        new = [variable.read_value() for variable in state]
+        return gradients, [a - b for a, b in zip(new, before, strict=False)], totals
+
+    context = tf.distribute.get_replica_context()
+    number, num_replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+    share = Share(number, num_replicas, num_parts, learner.ends_report(learner.step))
+    gradients, changes, totals = gradients_of_parts(compute, batch, share, learner.num_dense)
+    for variable, old, total in zip(state, before[: len(state)], sums_of(changes), strict=True):
+        variable.assign(old + total / learner.virtual_replicas)
+    return gradients, totals
 
 
 @no_autograph

@@ -92,7 +92,6 @@ class AsynchronousExecutor(ParameterServerExecutor):
         return [self._steps.applied, self._steps.log], self._facts(
             saved,
             kind="asynchronous",
-            step_device=self._learner.step.device,
             last_lane=self._source.order.lanes - 1,
             batch_size=self._source.order.batch_size,
             first_step=self._first_step,

@@ -108,7 +108,7 @@ class AsynchronousSteps:
                 ages.append(age)
             with tf.device(step_device):  # The ages travel as one tensor.
                 all_ages = tf.stack(ages)
-            return _result(tf.stack(totals), worker, all_ages)
+            return packed(tf.stack(totals), worker, all_ages)
 
         @tf.function(input_signature=[spec()])
         def looped(ticket: dict[str, Tensor]) -> Tensor:
@@ -122,7 +122,7 @@ class AsynchronousSteps:
                 step_totals, age, _ = step(batch, origin_of(i, first), None)
                 totals = totals.write(i, step_totals)
                 ages = ages.write(i, age)
-            return _result(totals.stack(), worker, ages.stack())
+            return packed(totals.stack(), worker, ages.stack())
 
         several = {
             size: Closure(
@@ -214,10 +214,3 @@ class AsynchronousSteps:
             self.applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
             self.log.scatter_nd_update([log_place(batch)], [tf.stack([batch, worker, age])])
             return age
-
-
-def _result(totals: Tensor, worker: Tensor, ages: Tensor) -> Tensor:
-    """`packed`, with the sum of `totals`, [steps, num_totals], of gradients that were applied."""
-    dropped = tf.equal(ages, DROPPED)[:, tf.newaxis]
-    applied = tf.reduce_sum(tf.where(dropped, tf.zeros_like(totals), totals), axis=0)
-    return packed(applied, worker, ages)

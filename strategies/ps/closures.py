@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from data.system.compat.scheduled_closures import as_scheduled
 from strategies.lost_peers import PeerLostError
+from strategies.ps.former_tickets import DROPPED
 
 # The most steps in a closure, which costs a few milliseconds in addition to its steps.
 STEPS_PER_CLOSURE = 16
@@ -111,19 +112,22 @@ def pays_unrolling(num_steps: int, trace_secs: float) -> bool:
     return num_steps > 1 and 0 < trace_secs * num_steps <= _MAX_TRACE_SECS
 
 
-def packed(metric_totals: tf.Tensor, worker: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:
+def packed(totals: tf.Tensor, worker: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:
     """The results of a training closure as one tensor, because each tensor is a transfer.
 
+    The metric totals of each step, [steps, num_totals], are summed, without dropped gradients.
     Indices of workers and ages of gradients have fewer than the 53 bits that float64 can hold.
     """
-    parts = [worker[tf.newaxis], ages, metric_totals]
+    dropped = tf.equal(ages, DROPPED)[:, tf.newaxis]
+    applied = tf.reduce_sum(tf.where(dropped, tf.zeros_like(totals), totals), axis=0)
+    parts = [worker[tf.newaxis], ages, applied]
     return tf.concat([tf.cast(part, tf.float64) for part in parts], axis=0)
 
 
 def unpacked(
     result: npt.NDArray[np.float64], num_totals: int
 ) -> tuple[npt.NDArray[np.float64], int, npt.NDArray[np.int64]]:
-    """The arguments of `packed`: metric totals, index of the worker, age of each gradient."""
+    """What `packed` has packed: metric totals, index of the worker, age of each gradient."""
     worker, ages, totals = np.split(result, [1, len(result) - num_totals])
     return totals, int(worker[0]), ages.astype(np.int64)
 

@@ -54,7 +54,7 @@ from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
 from strategies.ps.former_state import NamedTensors, ps_device
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.recovery import ServerRecovery
-from strategies.ps.servers import check_versions, listen_for_losses, listen_for_stop
+from strategies.ps.servers import check_versions, end_servers, listen_for_losses, listen_for_stop
 from strategies.ps.worker_step import compute_metrics
 from strategies.tables import ID_BYTES
 from strategies.transfer import Transfer
@@ -174,8 +174,7 @@ class ParameterServerExecutor(Executor):
     @override
     def row_bytes(self, width: int, value_bytes: int) -> int:
         """The id goes to the server, the row to the worker, and both return with the gradient."""
-        size = int(tf.as_dtype(self._read_dtype).size)
-        read = value_bytes if self._read_dtype == "float32" else min(value_bytes, size)
+        read = Compression(self._read_dtype).value_bytes(value_bytes)
         sent = self._compression.value_bytes(value_bytes)
         return 2 * ID_BYTES + width * (read + sent)
 
@@ -336,7 +335,8 @@ class ParameterServerExecutor(Executor):
     @override
     def close(self, exit_code: int = 0) -> None:
         """Ends every worker and ps task with `exit_code`."""
-        self.recovery.end_servers(exit_code)
+        for task in end_servers(self._cluster, exit_code):
+            log.warning("%s does not answer: it was not told that the run is over.", task)
 
     def _stop_for(self, task: str) -> None:
         log.warning("%s was asked to end: stopping after the steps in flight.", task)

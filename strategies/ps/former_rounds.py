@@ -87,12 +87,12 @@ def counts_of(counters: npt.NDArray[np.int64], workers: Sequence[str]) -> Worker
 def read_rounds(former: FormerState) -> Reached | None:
     """How far the former chief's run has come; None if its variables are of no complete step."""
     facts = former.facts
-    loaded = stored_rounds(facts["step_device"]).load([tf.int64] * len(Rounds._fields))
+    loaded = stored_rounds(former.counter.device).load([tf.int64] * len(Rounds._fields))
     if loaded is None:
         return None
     rounds = Rounds(*[value_of(tensor) for tensor in loaded])
     step = int(rounds.step)
-    if int(former.variables[facts["step"]].numpy()) != step:
+    if former.last_step() != step:
         return None
     begun = _begun(former)
     may_be_begun = {step, step + 1} if len(begun) > 1 else {step}
@@ -113,18 +113,14 @@ def kept_values(device: str) -> NamedTensors:
 
 def values_at(former: FormerState, step: int) -> list[Tensor] | None:
     """The values of the saved variables after `step`; None if a server has not kept them."""
-    saved = former.saved
-    values = [variable.value() for variable in saved]
+    values = {index: variable.value() for index, variable in enumerate(former.saved)}
     for device, begun in _begun(former).items():
-        if begun == step:
-            continue
-        here = [index for index, variable in enumerate(saved) if variable.device == device]
-        kept = kept_values(device).load([tf.int64, *(saved[index].dtype for index in here)])
-        if kept is None or int(value_of(kept[0])) != step:
-            return None
-        for index, value in zip(here, kept[1:], strict=True):
-            values[index] = value
-    return values
+        if begun != step:
+            kept = former.stored_values(kept_values(device), device, step)
+            if kept is None:
+                return None
+            values |= kept
+    return list(values.values())
 
 
 def _begun(former: FormerState) -> dict[str, int]:

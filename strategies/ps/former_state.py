@@ -37,11 +37,11 @@ class NamedTensors:
             value = tf.raw_ops.OptionalFromValue(components=tensors)
             return tf.raw_ops.AssignVariableOp(resource=self._handle, value=value)
 
-    def clear(self) -> tf.Operation | None:
-        """Stores no list; returns the op if called in a graph."""
+    def clear(self) -> None:
+        """Stores no list. Not in a graph."""
         with tf.device(self.device):
             none = tf.raw_ops.OptionalNone()
-            return tf.raw_ops.AssignVariableOp(resource=self._handle, value=none)
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=none)
 
     def load(self, dtypes: Sequence[tf.DType]) -> list[tf.Tensor] | None:
         """The stored list, on the server; None if there is none. Not in a graph.
@@ -105,10 +105,27 @@ class FormerState(NamedTuple):
         """The variables that a checkpoint has."""
         return self.variables[: self.facts["num_saved"]]
 
+    def stored_values(
+        self, stored: NamedTensors, device: str, step: int
+    ) -> dict[int, Tensor] | None:
+        """The values of the saved variables on `device`, by index, if `stored` begins with `step`.
+
+        `stored` has them after the step, int64, in the order of the variables.
+        """
+        dtypes = {i: v.dtype for i, v in enumerate(self.saved) if v.device == device}
+        loaded = stored.load([tf.int64, *dtypes.values()])
+        if loaded is None or int(value_of(loaded[0])) != step:
+            return None
+        return dict(zip(dtypes, loaded[1:], strict=True))
+
+    @property
+    def counter(self) -> FormerVariable:
+        """The step counter."""
+        return self.variables[int(self.facts["step"])]
+
     def last_step(self) -> int | None:
-        """The step counter; None if its ps has lost its variables."""
-        counter = self.variables[self.facts["step"]]
-        return None if counter.handle is None else int(counter.numpy())
+        """The value of the step counter; None if its ps has lost it."""
+        return None if self.counter.handle is None else int(self.counter.numpy())
 
 
 def ps_device(index: int) -> str:

@@ -103,7 +103,7 @@ def open_after(handed_out: HandedOut, done: Iterable[int]) -> tuple[int, tuple[i
 def read_tickets(former: FormerState) -> Reached | None:
     """How far the former chief's run has come; None if what it had handed out is not known."""
     facts = former.facts
-    loaded = _stored(facts["step_device"]).load_json()
+    loaded = _stored(former.counter.device).load_json()
     if loaded is None:
         return None
     handed_out = HandedOut(**loaded)
@@ -120,7 +120,7 @@ def read_tickets(former: FormerState) -> Reached | None:
         ages[name].update({int(age): number for age, number in of_worker.items()})
     for worker, age in done.values():
         ages[facts["workers"][worker]][age] += 1
-    step = int(former.variables[facts["step"]].numpy())
+    step = int(former.counter.numpy())
     counts = counts_of(
         applied,
         ages,

@@ -169,8 +169,5 @@ def placed(placement: Placement) -> Iterator[None]:
 
 def _anchors(num_ps: int) -> list[tf.Variable]:
     """A scalar on each ps, to colocate variables with; the strategy places them round-robin."""
-    found: dict[int, tf.Variable] = {}
-    for _ in range(2 * num_ps):
-        anchor = tf.Variable(0, trainable=False)
-        found.setdefault(tf.DeviceSpec.from_string(anchor.device).task, anchor)
-    return [found[ps] for ps in range(num_ps)]
+    made = [tf.Variable(0, trainable=False) for _ in range(num_ps)]
+    return sorted(made, key=lambda anchor: tf.DeviceSpec.from_string(anchor.device).task)

@@ -27,7 +27,6 @@ from strategies.position import Reached
 from strategies.ps.former_rounds import read_rounds, values_at
 from strategies.ps.former_state import FormerState, FormerVariable, NamedTensors, ps_device
 from strategies.ps.former_tickets import read_tickets
-from strategies.ps.servers import end_servers
 from strategies.ps.standby import Standby
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class ServerRecovery:
 
         `reached` returns how far the run has come, when no step is in flight.
         """
-        self._cluster, self._store_progress, self._reached = cluster, store_progress, reached
+        self._store_progress, self._reached = store_progress, reached
         self._devices = [ps_device(index) for index in sorted(cluster.jobs["ps"])]
         self._handles = [NamedTensors(device, "variables") for device in self._devices]
         self._records = [NamedTensors(device, "record") for device in self._devices]
@@ -195,11 +194,6 @@ class ServerRecovery:
             reached, values = found
             _assign(self._saved, values)
         return reached
-
-    def end_servers(self, exit_code: int = 0) -> None:
-        """Ends every worker and ps task with `exit_code`."""
-        for task in end_servers(self._cluster, exit_code):
-            log.warning("%s does not answer: it was not told that the run is over.", task)
 
 
 def settled_values(former: FormerState) -> tuple[Reached, list[tf.Tensor]] | None:

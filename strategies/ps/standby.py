@@ -19,9 +19,9 @@ from typing import Any  # JSON values.
 
 import tensorflow as tf
 
-from strategies.base import Tensor, read_now, value_of
+from strategies.base import Tensor, read_now
 from strategies.position import Position, Reached
-from strategies.ps.former_state import FormerState, FormerVariable, NamedTensors
+from strategies.ps.former_state import FormerState, NamedTensors
 
 _GENERATIONS = (0, 1)
 
@@ -89,26 +89,21 @@ class Standby:
                 if record := stored.load_json():
                     found.append((_reached(record), generation))
         for reached, generation in sorted(found, key=lambda pair: -pair[0].step):
-            values = self._values(former.saved, reached.step, generation)
+            values = self._values(former, reached.step, generation)
             if values is not None:
                 return reached, values
         return None
 
-    def _values(
-        self, saved: Sequence[FormerVariable], step: int, generation: int
-    ) -> list[Tensor] | None:
+    def _values(self, former: FormerState, step: int, generation: int) -> list[Tensor] | None:
         values: dict[int, Tensor] = {}
         for own, mirrored in zip(self._own[generation], self._mirrored[generation], strict=True):
-            here = [index for index, variable in enumerate(saved) if variable.device == own.device]
-            dtypes = [tf.int64, *(saved[index].dtype for index in here)]
-            for stored in (own, mirrored):
-                loaded = stored.load(dtypes)
-                if loaded is not None and int(value_of(loaded[0])) == step:
-                    values.update(zip(here, loaded[1:], strict=True))
-                    break
-            else:
+            found = former.stored_values(own, own.device, step)
+            if found is None:
+                found = former.stored_values(mirrored, own.device, step)
+            if found is None:
                 return None
-        return [values[index] for index in range(len(saved))]
+            values |= found
+        return [values[index] for index in range(len(values))]
 
     def _drop(self, generation: int) -> None:
         for of_each in (self._records, self._own, self._mirrored):

@@ -40,9 +40,9 @@ def compute_gradients(
     """A worker's gradients and metric totals, at `values` of `learner.gradient_inputs`.
 
     Rows of tables are sent to the worker as the type named `read_dtype`. If `values` is empty, the
-    learner reads its variables itself, after the op `after`. With a `share`, its parts of `batch`
-    are computed alone, the changes of the layers' state follow the dense gradients, and the totals
-    end with digests of the parts.
+    learner reads its variables itself, after the op `after`. With a `share`, each of its parts of
+    `batch` is computed alone, the changes of the layers' state follow the dense gradients, and the
+    totals end with digests of the parts.
     """
 
     def in_parts(

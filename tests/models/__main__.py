@@ -23,10 +23,10 @@ import tensorflow as tf
 
 from tests.cluster.runs import Run, largest_difference, start
 from tests.models.examples import TEST, write_examples
+from trainer.batch_checks import input_specs
 from trainer.build import build_learner
 from trainer.config import load_recipe
 from trainer.inputs import build_metrics, open_inputs
-from trainer.parsed_specs import input_specs
 
 MODES = ("mirrored-1", "mirrored-2", "multiworker-2", "ps-sync-2+1", "ps-2+1")
 WITH_BATCH_STATISTICS = ("mobilenetv2", "efficientnetv2b0", "resnet50", "normed")

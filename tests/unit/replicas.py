@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from strategies.base import Batch
-from strategies.gradients.all_reduce import all_reduced
-from strategies.gradients.layer_state import averaged_over_replicas
+from strategies.gradients.all_reduce import all_reduced, averaged_over_replicas
 from trainer.learner import Learner
 
 

@@ -137,7 +137,7 @@ class Play:
         message = tf.constant([Kind.DONE, slot, assignment[0], slot, assignment[3]], tf.int64)
         bucket = Bucket(self.variable.device, {0: tf.constant(gradient)}, [message])
         (lock,) = self.buffers.locks[slot]
-        self.buffers.write(bucket, lock)
+        self.buffers.write(bucket, lock, {})
         return message
 
     def done(self, slot: int, assignment: list[int], gradient: float) -> None:

@@ -325,6 +325,9 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     with pytest.raises(DataError, match=r"a\.csv is no Parquet file.*type csv:NAME"):
         parquet(tmp_path / "a.csv", tmp_path / "out")
+    pq.write_table(pa.table([[1], [2], [3]], names=["x", "z", "z"]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet has two columns 'z'"):
+        parquet(tmp_path / "b.parquet", tmp_path / "out")
     write(tmp_path / "in" / "train.parquet", {"x": [1]})
     write(tmp_path / "in" / "more.parquet", {"x": [1]})
     with pytest.raises(DataError, match=r"the splits are not clear: .*more\.parquet is of no"):
@@ -343,13 +346,27 @@ def test_column_that_is_not_taken_may_be_missing_in_a_file(tmp_path: Path) -> No
     assert set(found["x"]) == {1, 2}
 
 
-def test_integers_beyond_int64_are_text_as_in_csv(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("values", "dtype", "missing", "stored"),
+    [
+        ([1, 2**64 - 1], pa.uint64(), None, {b"1", b"18446744073709551615"}),
+        ([None, 2**53 + 1], pa.int64(), "0.5", {b"", b"9007199254740993"}),
+        ([None, -(2**63)], pa.int64(), "0.5", {-(2.0**63), 0.5}),
+    ],
+)
+def test_integers_that_no_number_holds_are_text_as_in_csv(
+    values: list[int | None],
+    dtype: Any,
+    missing: str | None,
+    stored: set[Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write(tmp_path / "a.parquet", {"x": pa.array([1, 2**64 - 1] * 30, pa.uint64())})
-    found = read(parquet(tmp_path / "a.parquet", tmp_path / "out"))
-    assert set(found["x"]) == {b"1", b"18446744073709551615"}
-    assert "row 1: column x is text, because a number would change" in capsys.readouterr().err
+    write(tmp_path / "a.parquet", {"x": pa.array(values * 30, dtype)})
+    found = read(parquet(tmp_path / "a.parquet", tmp_path / "out", missing=missing))
+    assert set(found["x"].tolist()) == stored
+    is_text = "row 1: column x is text, because a number would change" in capsys.readouterr().err
+    assert is_text == (found["x"].dtype == object)
 
 
 def test_progress_is_said_while_types_are_found_and_rows_are_written(
@@ -469,9 +486,9 @@ def test_each_type_of_arrow_is_stored_by_a_rule_or_refused_with_its_name(
     chunk = arrow_chunk("a", 0, 3, table.schema, lambda names: table.select(names).to_batches())
     if stored is None:
         with pytest.raises(DataError, match=r"column x is .*, which a record cannot hold"):
-            arrow_source("x", "a", {"train": [chunk]}, {}, Options())
+            arrow_source("x", "a", {"train": [chunk]}, Options())
         return
-    source = arrow_source("x", "a", {"train": [chunk]}, {}, Options(missing="0"))
+    source = arrow_source("x", "a", {"train": [chunk]}, Options(missing="0"))
     assert source.notes[-1] == f"a: columns: x {stored}"
     first, _ = source.splits["train"].examples(1, 3)
     assert first.endswith(b"b") or stored != "text"

@@ -140,12 +140,12 @@ def test_closures_of_long_steps_have_few_so_that_a_stop_request_does_not_wait_fo
     assert closure_size(6, 2, secs_per_step) == min(size, 3)
 
 
-def test_unpacked_inverts_packed() -> None:
-    sums = tf.constant([0.1, 300.0, 1e-9, 2.0**40], tf.float64)
+def test_unpacked_inverts_packed_and_totals_of_dropped_gradients_are_left_out() -> None:
+    totals = tf.constant([[0.1, 300.0, 1e-9, 2.0**40], [9.0] * 4, [1.0] * 4], tf.float64)
     ages = tf.constant([0, -1, 2**40], tf.int64)
-    result = packed(sums, tf.constant(7, tf.int64), ages).numpy()
-    found_sums, worker, found_ages = unpacked(result, 4)
-    np.testing.assert_array_equal(found_sums, sums)
+    result = packed(totals, tf.constant(7, tf.int64), ages).numpy()
+    sums, worker, found_ages = unpacked(result, 4)
+    np.testing.assert_array_equal(sums, totals[0] + totals[2])
     assert worker == 7
     assert found_ages.dtype == np.int64
     assert found_ages.tolist() == [0, -1, 2**40]

@@ -119,20 +119,21 @@ def test_zsh_gets_the_same_script(script: str) -> None:
 
 
 def test_name_of_a_run_says_what_was_changed() -> None:
-    config = load_recipe("digits").config
-    assert changes(load_recipe("digits", config)) == []
+    recipe = load_recipe("digits")
+    assert changes(recipe) == []
     fields: Any = {"batch_size": 128, "learning_rate": 1e-5, "optimizer": "sgd"}
     others: Any = {"train_steps": 7, "data_dir": "/x", "log_every_steps": 3}
-    recipe = load_recipe("digits", dataclasses.replace(config, **fields, **others))
+    config = dataclasses.replace(recipe.config, **fields, **others)
+    recipe = dataclasses.replace(recipe, config=config)
     assert changes(recipe) == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]
     assert {"data_dir", "log_every_steps", "optimizer"} < set(overridden_fields(recipe))
 
 
 def test_value_in_the_name_of_a_run_is_complete_or_left_out() -> None:
-    config = load_recipe("digits").config
-    config = dataclasses.replace(config, learning_rate=0.12345678, freeze="block_1|" * 5)
-    config.schedule = dataclasses.replace(config.schedule, warmup_steps=100)
-    words = changes(load_recipe("digits", config))
+    recipe = load_recipe("digits")
+    recipe.config.learning_rate, recipe.config.freeze = 0.12345678, "block_1|" * 5
+    recipe.config.schedule.warmup_steps = 100
+    words = changes(recipe)
     assert words == ["learning_rate=0.12345678", "freeze", "schedule.warmup_steps=100"]
 
 

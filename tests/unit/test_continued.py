@@ -26,7 +26,7 @@ def write_run(directory: Path, recipe: str = DIGITS, flags: Any = FLAGS, **field
 
 
 def continued(*words: str) -> Settings:
-    found = settings_of_run(["trainer", *words], ["workers"])
+    found = settings_of_run(["trainer", *words])
     assert found
     return found
 
@@ -47,7 +47,7 @@ def test_what_is_typed_takes_precedence(tmp_path: Path, monkeypatch: pytest.Monk
     assert "--workers=3" not in continued("--strategy=mirrored", given).flags
     same = continued("--strategy=ps", given).flags
     assert same == FLAGS[1:], "the strategy is what it was"
-    assert settings_of_run(["trainer", given, f"--config={DIGITS}"], []) is None
+    assert settings_of_run(["trainer", given, f"--config={DIGITS}"]) is None
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
     words = continued(given).flags
     assert "--sync_replicas" in words
@@ -60,7 +60,7 @@ def test_scheduler_of_many_tasks_says_how_many_workers_there_are(
     given = write_run(tmp_path / "run", flags=["--strategy=ps", "--workers=3", "--ps=2"])
 
     def sizes(*words: str) -> list[str]:
-        continued = settings_of_run(["trainer", given, *words], ["workers", "ps"])
+        continued = settings_of_run(["trainer", given, *words])
         assert continued
         return [word for word in continued.flags if word.startswith(("--workers", "--ps"))]
 
@@ -82,7 +82,7 @@ def test_scheduler_of_many_tasks_says_how_many_workers_there_are(
 
 def test_new_directory_and_missing_config_file(tmp_path: Path) -> None:
     new = f"--model_dir={tmp_path / 'new'}"
-    assert settings_of_run(["trainer", new], []) is None
+    assert settings_of_run(["trainer", new]) is None
     given = write_run(tmp_path / "run", recipe="/gone.py")
     with pytest.raises(ConfigError, match=r"/gone\.py, which does not exist any more"):
         continued(given)

@@ -74,7 +74,10 @@ def table_of(learner: Learner) -> DynamicTable:
 
 
 def values_of(learner: Learner) -> Mapping[str, npt.NDArray[Any]]:
-    return table_of(learner).numpy()
+    table = table_of(learner)
+    index = table.index()
+    values = table.values_of(table.ids(index))
+    return {**index, **{name: value.numpy() for name, value in values.items()}}
 
 
 def assign(learner: Learner, values: Mapping[str, npt.NDArray[Any]]) -> None:

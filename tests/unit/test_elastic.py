@@ -109,17 +109,13 @@ def test_outage_that_comes_again_is_said_again(
     assert capfd.readouterr().err.count("could not be read") == 2
 
 
-def test_launcher_without_a_task_ends_if_the_file_of_the_group_stays_damaged(
-    tmp_path: Path,
-) -> None:
-    host = Host(tmp_path)
+def test_damaged_file_of_the_group_is_explained_before_a_task_starts(tmp_path: Path) -> None:
     group = tmp_path / "membership" / "group-00000001.json"
     group.parent.mkdir()
     group.write_text("{")
-    assert [host.look() for _ in range(4)] == [Step.NONE] * 4
-    assert host.look(Activity.RUNNING) is Step.NONE  # What is being trained goes on.
     with pytest.raises(ClusterError, match=r"group-00000001\.json is damaged: .*rm -r "):
-        host.look()
+        run_host(tmp_path, "note('runs')")
+    assert not notes(tmp_path, "runs"), "a task was started"
 
 
 def test_launcher_with_another_config_starts_no_task_that_could_meet_others(tmp_path: Path) -> None:

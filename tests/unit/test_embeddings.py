@@ -136,7 +136,7 @@ with errors_explained("build_model(config)"):
 def test_config_that_loads_a_table_unknown_to_keras_is_told_what_to_import(tmp_path: Path) -> None:
     make_model().save(tmp_path / "model.keras")
     done = run_python("-c", LOADING, str(tmp_path / "model.keras"))
-    assert "Write `import trainer.embeddings` in the file." in done.stderr
+    assert "write `import trainer.embeddings` in the file." in done.stderr
 
 
 def train_reference(
@@ -328,7 +328,8 @@ def test_columns_have_their_own_rows() -> None:
 
 
 def test_ids_out_of_range_and_numbers_that_are_no_integers_are_refused() -> None:
-    layer = ShardedEmbedding(ROWS, WIDTH)
+    rows: Any = np.int64(ROWS)  # As ids.max() + 1 is.
+    layer = ShardedEmbedding(rows, WIDTH)
     for wrong in (-1, ROWS):
         with pytest.raises(tf.errors.InvalidArgumentError, match="an id is not from 0 to 11 - 1"):
             layer(tf.constant([wrong]))

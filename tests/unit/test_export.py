@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from data.system import files
 from strategies.metrics import Metrics
 from strategies.ps.placement import dry_run
+from tests.s3 import link, needs_s3, url
 from tests.unit.comparing import assert_same
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
@@ -23,6 +25,7 @@ from trainer.models import build_model
 from trainer.predict.models import open_model
 from trainer.step.options import EmaConfig
 
+__all__ = ["link", "url"]  # Fixtures.
 # Keras warns of a layer whose own layers are made in `call`.
 # Or of inputs in a dict that have no name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*unbuilt state", "ignore:.*Change the tensor name")
@@ -121,7 +124,7 @@ def numbered() -> keras.Layer:
     return L.Dense(4, name=f"numbered_{next(NUMBERS)}")
 
 
-def export_hook(recipe: Recipe, specs: Any, directory: Path) -> Export:
+def export_hook(recipe: Recipe, specs: Any, directory: Path | str) -> Export:
     """The hook of a complete run whose weights are no initial ones."""
     learner = build_learner(recipe, specs)
     for variable in learner.variables:
@@ -137,7 +140,7 @@ def export_hook(recipe: Recipe, specs: Any, directory: Path) -> Export:
     )
 
 
-def exported(recipe: Recipe, specs: Any, directory: Path) -> Export:
+def exported(recipe: Recipe, specs: Any, directory: Path | str) -> Export:
     """The hook, after the export."""
     hook = export_hook(recipe, specs, directory)
     hook.end(1)
@@ -267,13 +270,17 @@ def test_what_a_keras_file_cannot_have_is_said_before(
     assert re.search(said, "".join(notes))
 
 
-def test_model_that_keras_cannot_describe_is_a_saved_model_alone(tmp_path: Path) -> None:
-    assert exported(recipe_of(sequential), None, tmp_path).failure == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.keras", "saved_model"]
-    hook = exported(recipe_of(lambda: Composed(L.Dense(4), L.Dense(3))), FLOATS, tmp_path)
+@pytest.mark.parametrize("place", ["tmp_path", pytest.param("url", marks=needs_s3)])
+def test_model_that_keras_cannot_describe_is_a_saved_model_alone(
+    place: str, request: pytest.FixtureRequest
+) -> None:
+    directory = str(request.getfixturevalue(place))
+    assert exported(recipe_of(sequential), None, directory).failure == ""
+    assert sorted(files.names_in(directory)) == ["model.keras", "saved_model"]
+    hook = exported(recipe_of(lambda: Composed(L.Dense(4), L.Dense(3))), FLOATS, directory)
     assert hook.failure == ""
     # Not with the weights of another model beside it.
-    assert [path.name for path in tmp_path.iterdir()] == ["saved_model"]
+    assert files.names_in(directory) == ["saved_model"]
 
 
 def test_model_that_cannot_be_a_saved_model_is_refused_before_training() -> None:

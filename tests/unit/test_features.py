@@ -287,9 +287,9 @@ def test_records_of_tensorflow_1_programs_are_parsed_in_a_graph(sizes: dict[str,
     assert labels.numpy().tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("size", "pixels"), [(11, 11), (24, 24), (12, 13)])
-def test_image_raw_of_another_size_is_refused(size: int, pixels: int) -> None:
+@pytest.mark.parametrize("size", [11, 24])
+def test_image_raw_of_another_size_is_refused(size: int) -> None:
     good = classic_record(np.zeros(12, np.uint8), 0, {"pixels": 12})
-    bad = classic_record(np.zeros(size, np.uint8), 0, {"pixels": pixels})
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"not 12, the bytes of shape"):
+    bad = classic_record(np.zeros(size, np.uint8), 0, {"pixels": size})
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"not 12, as shape"):
         image_raw_parse((3, 4, 1))(tf.constant([good, bad]))

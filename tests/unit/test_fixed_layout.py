@@ -1,6 +1,7 @@
 """Records of one layout are cut into the values that tf.io.parse_example finds in them."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,9 @@ def columns_and_examples(draw: st.DrawFn) -> tuple[dict[str, Column], list[dict[
     values: dict[str, st.SearchStrategy[Value]] = {
         "unasked": st.lists(SMALL, min_size=1, max_size=2)
     }
-    for name in draw(st.lists(st.sampled_from(["a", "b", "long/name", "é"]), unique=True)):
+    for name in draw(
+        st.lists(st.sampled_from(["a", "b", "long/name", "é"]), min_size=1, unique=True)
+    ):
         kind = draw(st.sampled_from(KINDS))
         count = draw(st.integers(1, 3))
         if kind == "bytes":
@@ -46,7 +49,6 @@ def columns_and_examples(draw: st.DrawFn) -> tuple[dict[str, Column], list[dict[
         else:
             item = draw(st.sampled_from([SMALL, INT64]))
             values[name] = st.lists(item, min_size=count, max_size=count)
-    columns["absent"] = Column("int64", default=7)
     return columns, draw(st.lists(st.fixed_dictionaries(values), min_size=1, max_size=6))
 
 
@@ -214,11 +216,18 @@ def _entries(record: bytes) -> list[bytes]:
 
 
 def test_label_out_of_range_is_refused_in_slices_too(tmp_path: Path) -> None:
-    parse = image_raw_parse((2, 3, 2))
-    wrong = example_bytes({"image_raw": bytes(12), "label": 5, "pixels": 13})
+    stock = image_raw_parse((2, 3, 2))
+
+    def decode(raw: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        known = tf.reduce_all(raw["label"] < 10)
+        with tf.control_dependencies([tf.debugging.Assert(known, ["label is not below 10"])]):
+            return stock.decode(raw)
+
+    parse = dataclasses.replace(stock, decode=decode)
+    wrong = example_bytes({"image_raw": bytes(12), "label": 11, "pixels": 12})
     reader = reader_of(tmp_path, [*images_of(150), wrong, *images_of(49)], parse)
     assert set(forms(reader, 10)) == {"frames"}
-    with pytest.raises(tf.errors.InvalidArgumentError, match="pixels is not 12"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="label is not below 10"):
         list(DiskReader(reader).batches(0, range(5), 10))
 
 

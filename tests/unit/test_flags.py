@@ -1,21 +1,19 @@
 """Each flag works, or is refused: no strategy and no cluster ignores a flag that is given."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from data.system.errors import UsageError
 from data.system.flags import with_home
-from tests.cluster.runs import ROOT
 from tests.commands import run_python
 from trainer import flags
 from trainer.api.arguments import parsed
 from trainer.flags.checks import read_recipe
-from trainer.flags.start import reserved
-from trainer.guards.run_lock import locked
+from trainer.flags.start import model_dir_of
 
 # Does what a command does before TensorFlow is imported, for each row in a fork: flags are global.
 PROGRAM = """
@@ -117,7 +115,10 @@ WITHOUT_TF_CONFIG = [
     (f"{HOSTS} --min_workers=3", ("--min_workers=3", "2 hosts")),
     (f"{HOSTS} --min_workers=1 --rejoin_secs=9", ()),
     (f"{HOSTS} --rejoin_secs=30", ("--rejoin_secs=30", "--min_workers")),
-    (f"{HOSTS} --min_workers=1 --rejoin_secs=nan", ("--rejoin_secs", "nan", "--rejoin_secs=60")),
+    (f"{HOSTS} --min_workers=1 --rejoin_secs=nan", ("--rejoin_secs=nan", "--rejoin_secs=60")),
+    ("--stall_timeout_secs=nan", ("--stall_timeout_secs=nan", "--stall_timeout_secs=300")),
+    ("--grace_secs=inf", ("--grace_secs=inf", "--grace_secs=25")),
+    ("--learning_rate=nan", ("--learning_rate=nan", "Leave it out")),
     (f"{HOSTS} --min_workers=1 --max_restarts=0", ("--min_workers=1", "--max_restarts=0")),
     (f"{ANY_PS} --workers=4 --min_workers=1", ()),
     (f"{ANY_PS} --min_workers=3", ("--min_workers=3", "2 workers", "--min_workers=2")),
@@ -268,48 +269,12 @@ def test_file_of_flags_is_read_before_the_settings_of_a_run_are_looked_for(
             assert (config.batch_size, config.seed) == (batch_size, seed)
 
 
-def test_runs_of_the_same_second_have_directories_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    digits = f"--config={ROOT / 'configs' / 'digits.py'}"
-    with parsed([digits]), reserved("runs/a") as first, reserved("runs/a") as second:
-        assert (first, second) == ("runs/a", "runs/a-2")
-        (tmp_path / first / "config.json").touch()
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"], "a-2 was empty"
-    for words in ([digits, "--check"], [digits, "--model_dir=runs/b"]):
-        with parsed(words), reserved("runs/b") as given:
-            assert not (tmp_path / given).exists()
-    with parsed([digits]), reserved("new/a"):
-        assert (tmp_path / "new/a").is_dir()
-    assert not (tmp_path / "new").exists()
-    with parsed([digits]), reserved("new/a") as model_dir, locked(model_dir, 0.0, print):
-        assert (tmp_path / "new/a/.lock").exists()
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "file").touch()
-    with (
-        parsed([digits]),
-        pytest.raises(UsageError, match="cannot be written"),
-        reserved("file/a"),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("end", ["end_at_once(15, None)", "StopSignals()._on_signal(15)"])
-def test_process_that_ends_at_once_leaves_no_empty_directory(end: str, tmp_path: Path) -> None:
-    code = f"""
-import os
-from trainer.api.arguments import parsed
-from trainer.exit_codes import end_at_once
-from trainer.flags.start import reserved
-from trainer.guards.signals import StopSignals
-with parsed(["--config=configs/digits.py"]), reserved({str(tmp_path / "runs/a")!r}) as model_dir:
-    assert os.listdir(model_dir) == []
-    {end}
-"""
-    done = run_python("-c", code)
-    assert done.returncode == 75, done.stderr
-    assert not (tmp_path / "runs").exists()
+def test_runs_of_the_same_second_have_directories_of_their_own() -> None:
+    with parsed(["--config=configs/digits.py"]):
+        recipe = read_recipe()
+        names = {model_dir_of(recipe) for _ in range(3)}
+    assert len(names) == 3
+    assert not any(map(os.path.exists, names)), "they are made when training begins"
 
 
 def test_each_help_text_belongs_to_a_flag() -> None:

@@ -69,13 +69,18 @@ with fork_server("label") as server:
     child.wait()
     wait_for(lambda: server.reap_orphans(set()) or len(psutil.Process().children()) == 1)
 
-    # A killed fork server is replaced.
-    (first,) = others
-    os.kill(first, signal.SIGKILL)
-    assert start(server).wait() == 2
-    (second,) = psutil.Process().children()
-    assert second.pid != first
-    assert "label" in second.cmdline()
+    assert "label" in psutil.Process(server_pid).cmdline()
+    # A stopped fork server is killed, so that it cannot start the task later.
+    server._connection.settimeout(1.0)
+    os.kill(server_pid, signal.SIGSTOP)
+    for _ in range(2):
+        try:
+            start(server)
+        except OSError as error:
+            assert str(error) == "the fork server has ended", error
+        else:
+            raise AssertionError("it has answered")
+    assert not psutil.pid_exists(server_pid)
 assert psutil.Process().children() == []
 print("passed")
 """

@@ -84,7 +84,6 @@ def synchronous(step: int, marks: tuple[int, int], stored_step: int) -> FormerSt
     stored_rounds(DEVICES[0]).store(Rounds(np.int64(stored_step), *sub_batches, slots, numbers))
     facts = {
         "kind": "synchronous",
-        "step_device": DEVICES[0],
         "step": 0,
         "num_saved": 3,
         "num_marks": 2,
@@ -161,7 +160,6 @@ def test_log_of_applied_gradients_gives_position_and_counts() -> None:
     store_handed_out(DEVICES[0], HandedOut(first, (first - 6, first - 5), 10, ages))
     facts = {
         "kind": "asynchronous",
-        "step_device": DEVICES[0],
         "step": 0,
         "num_saved": 1,
         "last_lane": 3,

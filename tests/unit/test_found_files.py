@@ -4,7 +4,6 @@ import functools
 import gzip
 import os
 import tarfile
-from collections.abc import Iterator
 from csv import field_size_limit
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 from data.example_features import Feature, class_names, read_features
 from data.prepare.preparing import prepare
-from data.prepare.sources import Options, columns, csv, csv_files, folder, idx
+from data.prepare.sources import Options, csv, folder, idx
 from data.system.files import DataError, files_below, shown
 from tests.unit.test_image_sources import images_of, write_cifar10, write_folder
 from tests.unit.test_prepare import digest, parsed, run, write_idx
@@ -31,7 +30,6 @@ def write_splits(directory: Path, train: str, test: str) -> Path:
 
 
 NONE, NO_HEADER = Options(), Options(header=False)
-LONG = "é" * 101
 GAPS = "age,height,name,label\n1,1.5,x,a\nNA,2.5,,b\n3,,NA,a\n4,?,y,\n5,5.5,z,b\n"
 
 
@@ -78,7 +76,6 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
         (",\n1,\n2,\n", Options(header=True, delimiter=","), r"no column with .*--noheader$"),
         ("a,b\n1,2\n", Options("c"), "--label may be a, b"),
         ('a,b\n1,"2\n', Options("a"), "line 2: unexpected end of data"),
-        (f"{LONG}\n" + "x\ny\n" * 30, Options(LONG), "202 bytes, .* at most 200 .*shorter name"),
     ],
 )
 def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
@@ -109,26 +106,6 @@ def test_label_may_have_a_slash_in_its_name(tmp_path: Path) -> None:
     prepare("rewrite", str(tmp_path / "copy"), str(tmp_path / "out"))
     assert class_names(str(tmp_path / "copy"), "Pass/Fail") == ["no", "yes"]
     assert (tmp_path / "copy" / "Pass.Fail.labels.txt").exists(), "the name that TFDS reads"
-
-
-@pytest.mark.parametrize(
-    ("bound", "missing", "times"), [(3, "0", 1), (3, "drop", 2), (2, "0", 2)], ids=str
-)
-def test_label_is_found_without_reading_the_file_again(
-    bound: int, missing: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[str] = []
-
-    def lines(path: str, layout: csv_files.Layout) -> Iterator[tuple[int, dict[str, str]]]:
-        opened.append(path)
-        return csv_files.lines(path, layout)
-
-    monkeypatch.setattr(csv, "lines", lines)
-    monkeypatch.setattr(columns, "_MOST_DIFFERENT", bound)
-    (tmp_path / "a.csv").write_text("x,y\n" + "1,b\n,c\n2,a\n" * 30)
-    found = csv.source("a", str(tmp_path / "a.csv"), Options(label="y", missing=missing))
-    assert found.files["y.labels.txt"].split() == (["a", "b"] if missing == "drop" else [*"abc"])
-    assert len(opened) == times
 
 
 @pytest.mark.parametrize(

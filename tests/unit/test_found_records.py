@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gzip
 import itertools
+import pickle
 import re
 import shlex
 import tracemalloc
@@ -290,8 +291,10 @@ def test_header_that_claims_more_than_its_file_has_is_named(tmp_path: Path) -> N
     with open(split.shards[0].path, "r+b") as file:
         file.seek(offset)
         file.write(length + stored(google_crc32c.value(length)))
-    with pytest.raises(BadRecord, match=f"record 13 at byte {offset}"):
+    with pytest.raises(BadRecord, match=f"record 13 at byte {offset}") as refused:
         list(read_records(split.shards[0].path, 0, split.shards[0].num_bytes, 0))
+    # As data.prepare sends it from one process to another.
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
     [found] = verify(split)
     assert (found.record, found.offset) == (13, offset)
     assert "inside this record" in found.reason

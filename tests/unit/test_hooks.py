@@ -28,7 +28,7 @@ from trainer.hooks.inspect import Histograms
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint
 from trainer.hooks.stops import StopOnNonFinite
-from trainer.hooks.writers import JsonLines, Lossy, TensorBoard
+from trainer.hooks.writers import JsonLines, TensorBoard
 from trainer.inputs import batch_at
 from trainer.loop import train
 from trainer.run_files import RunFiles
@@ -199,8 +199,7 @@ def test_files_deleted_during_a_run_are_written_anew_at_the_next_save(
     files.write_config({"a": 1})
     keep = KeepConfig(files, {"a": 1}, every_steps=4, last_step=8)
     save = toy.save(4, 8)
-    json_lines, board = JsonLines(files.metrics), TensorBoard(files.tensorboard)
-    writer = Lossy(json_lines, files.metrics)
+    writer, board = JsonLines(files.metrics), TensorBoard(files.tensorboard)
     board.write(1, "train", {"loss": 1.0})
 
     class Delete(Hook):
@@ -271,7 +270,7 @@ def test_reports_that_do_not_fit_on_the_disk_are_counted_and_leave_no_damaged_li
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    writer = Lossy(JsonLines(str(path)), str(path))
+    writer = JsonLines(str(path))
     long = {"loss": 0.5, "note": "x" * 100}
     writer.begin(0)
     writer.write(1, "train", long)
@@ -294,7 +293,7 @@ def test_lines_of_repeated_steps_are_dropped_once_the_disk_has_room(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{line}\n" for line in LINES))
-    writer = Lossy(JsonLines(str(path)), str(path))
+    writer = JsonLines(str(path))
     with file_size_limit(10):
         writer.begin(15)
     assert path.read_text().count("\n") == len(LINES)
@@ -320,18 +319,17 @@ def test_tensorboard_reads_events_after_a_record_that_did_not_fit_on_the_disk(
 ) -> None:
     toy = Toy(split, tmp_path)
     board = TensorBoard(str(tmp_path))
-    writer = Lossy(board, str(tmp_path))
     parts = toy.learner, lambda: batch_at(toy.reader, 0), lambda step: board.writing("train", step)
     histograms = Histograms(*parts, every_steps=1)
-    writer.write(1, "train", {"loss": 1.0})
+    board.write(1, "train", {"loss": 1.0})
     histograms.act(1)
     (file,) = (tmp_path / "train").iterdir()
     with file_size_limit(file.stat().st_size + 20):
-        writer.write(2, "train", {"loss": 1.0})
+        board.write(2, "train", {"loss": 1.0})
     with file_size_limit(0):
         histograms.act(2)
     assert len([r for r in caplog.records if "File too large" in r.message]) == 2
-    writer.write(3, "train", {"loss": 1.0})
+    board.write(3, "train", {"loss": 1.0})
     assert scalar_steps(tmp_path / "train") == [1, 3]
     assert len(list((tmp_path / "train").iterdir())) == 2, "an empty file was left"
 

@@ -78,6 +78,15 @@ def test_identity_is_as_json_holds_it_and_names_a_variable_by_its_path() -> None
     )
 
 
+def test_slots_are_left_out_of_the_given_tables_alone() -> None:
+    tables = {"variables": ["0 float32[None, 4] a", "1 float32[None, 4] a b", "2 float32[3]"]}
+    here = {"variables": ["0 float32[None, 4]", "1 float32[None, 4] a"]}
+    saved, ours = identity(["x_1", "y_1", "z"], **tables), identity(["x", "y"], **here)
+    assert saved.without_slots(["x"], ours).values == {
+        "variables": ["0 float32[None, 4]", "1 float32[None, 4] a b", "2 float32[3]"]
+    }
+
+
 def test_refusal_names_the_checkpoint_and_says_what_to_do() -> None:
     first, *lines, last = refusal("runs/a/step-1", ["seed: 1 there, 2 here", "b"]).splitlines()
     assert first == "runs/a/step-1 is of another run, which this one cannot continue:"

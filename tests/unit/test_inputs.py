@@ -17,7 +17,7 @@ from data.tfrecord.split import Split
 from strategies.base import Tensor
 from tests.damage import flip_bit
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
-from trainer.batch_checks import _state_of, check_batches
+from trainer.batch_checks import _state_of, check_batches, check_dense, length_notes
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.inputs import (
@@ -26,7 +26,6 @@ from trainer.inputs import (
     num_steps_of,
     open_inputs,
 )
-from trainer.parsed_specs import check_dense, length_notes
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.optimizers import supported_optimizers
 
@@ -87,6 +86,15 @@ def test_message_about_damage_names_flags_of_all_commands(tmp_path: Path) -> Non
         data_errors_explained(Inputs(reader, reader)),
     ):
         list(DiskReader(reader).batches(0, range(reader.order.lanes), num_batches))
+
+
+def test_reason_is_that_of_the_op_and_not_of_the_layer_around_it(inputs: Inputs) -> None:
+    layer = keras.layers.Embedding(3, 2)
+    with (
+        pytest.raises(DataError, match=r"its features: indices\[0\] = 7 is not in \[0, 3\)$"),
+        data_errors_explained(inputs),
+    ):
+        layer(tf.constant([7]))
 
 
 def test_check_leaves_the_state_of_layers_as_it_was(inputs: Inputs) -> None:

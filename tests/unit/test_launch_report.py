@@ -62,15 +62,15 @@ def test_summary_has_the_last_restarts_and_the_lines_of_the_failed_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = end(1, 1)
-    workers = (Task("worker", 0), Task("worker", 1))
-    restarts = [Restart(end(1, KILLED), workers[1:], f"at {i}") for i in range(21)]
+    workers = (Task("worker", 0), Task("worker", 1), Task("worker", 2))
+    restarts = [Restart(end(1, KILLED), workers[1:2], f"at {i}") for i in range(21)]
     restarts.append(Restart(end(1, KILLED), workers, "at 21"))
     print_summary(LaunchReport([failed], restarts, is_stopped=False), TaskLogs(tmp_path))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         f"2 earlier restarts are in {tmp_path}/restarts.jsonl",
         *(f"at {i}  worker 1 died: exit code -9; restarted worker 1" for i in range(2, 21)),
-        "at 21  worker 1 died: exit code -9; restarted all tasks",
+        "at 21  worker 1 died: exit code -9; restarted 3 tasks",
         "[worker 1] last",
         f"worker 1 failed after 1.0 s: exit code 1. Its log: {tmp_path}/worker-1.log",
     ]
@@ -80,22 +80,21 @@ def test_logs_deleted_during_the_run_are_made_anew_with_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = TaskLogs(tmp_path / "tasks")
-    opened = [logs.open(Task("worker", index)) for index in range(3)]
-    for log in opened:
-        log.write(b"first\n")
+    paths = [logs.path(Task("worker", index)) for index in range(3)]
+    for path in paths:
+        logs.append(path, b"first\n")
     assert len(list(logs.directory.iterdir())) == 3
     shutil.rmtree(logs.directory)
-    for log in opened:
-        log.write(b"later, without line end")
-        log.write(b"=== worker, start 2\n", begins_line=True)
-        log.close()
-    logs.append("restarts.jsonl", "{}")
+    for path in paths:
+        logs.append(path, b"later, without line end")
+        logs.append(path, b"=== worker, start 2\n", begins_line=True)
     said = f"{logs.directory} was deleted, with earlier logs. It is made anew."
     assert capsys.readouterr().err.splitlines() == [said]
-    for index in range(3):
-        text = logs.path(Task("worker", index)).read_text()
-        assert text == "later, without line end\n=== worker, start 2\n"
-    assert (logs.directory / "restarts.jsonl").read_text() == "{}\n"
+    for path in paths:
+        assert path.read_text() == "later, without line end\n=== worker, start 2\n"
+    paths[0].unlink()
+    logs.append(paths[0], b"last\n")
+    assert paths[0].read_text() == "last\n"
 
 
 def test_logs_that_cannot_be_written_are_reported_once_and_end_nothing(
@@ -103,10 +102,9 @@ def test_logs_that_cannot_be_written_are_reported_once_and_end_nothing(
 ) -> None:
     (tmp_path / "tasks").write_text("mine")
     logs = TaskLogs(tmp_path / "tasks")
-    for log in (logs.open(Task("worker", 0)), logs.open(Task("worker", 1))):
-        log.write(b"a\n")
-        log.write(b"b\n")
-        log.close()
+    for path in (logs.path(Task("worker", 0)), logs.path(Task("worker", 1))):
+        logs.append(path, b"a\n")
+        logs.append(path, b"b\n")
     assert capsys.readouterr().err.count("Lines are missing in") == 2
     assert (tmp_path / "tasks").read_text() == "mine"
 

@@ -107,6 +107,6 @@ def test_worker_that_dies_while_all_connect_is_a_loss(
     monkeypatch.setattr("strategies.multiworker.interpreter_lock_released", contextlib.nullcontext)
     monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", connect)
     monkeypatch.setenv("TF_CONFIG", "")  # `connect` sets it.
-    cluster = local_cluster("multiworker", 2, 0, lambda number: list(range(2000, 2000 + number)))
+    cluster = local_cluster("multiworker", 2, 0)
     with pytest.raises(kind):
         MultiWorkerExecutor.connect(cluster, Transfer("ring"))

@@ -60,12 +60,12 @@ def test_damaged_group_is_named_with_what_to_do(text: str, tmp_path: Path) -> No
 
 def test_directory_of_the_group_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     membership = Membership(tmp_path, ADDRESSES, 0)
-    membership.check_hard_links()
+    membership.check()
     assert os.listdir(tmp_path / "membership") == []
     (tmp_path / "membership").rmdir()
     (tmp_path / "membership").touch()
     with pytest.raises(ClusterError, match="membership, where this host cannot write: "):
-        membership.check_hard_links()
+        membership.check()
 
 
 def test_records_of_hosts_are_read_as_written(tmp_path: Path) -> None:

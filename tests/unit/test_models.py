@@ -101,7 +101,7 @@ class WithoutMetrics(Hook):
     ("returned", "said"),
     [
         (WithoutMetrics(), r"too many positional.*Needed is __call__\(self, step: int, metrics"),
-        ([keras.callbacks.History()], "History, which is a callback of Keras.*build_callbacks"),
+        ([keras.callbacks.History()], r"Received: .*History.*callback of Keras.*build_callbacks"),
         (["save"], "must return a list of trainer.hooks.base.Hook. Received: 'save'"),
         (None, "must return a list of trainer.hooks.base.Hook. Received: None"),
     ],

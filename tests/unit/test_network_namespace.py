@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from strategies.cluster.ports import free_ports
 from tests.unit.stand_ins import namespace_or_skip
 from trainer.api.arguments import parsed
 from trainer.flags.checks import read_recipe
@@ -59,7 +60,7 @@ def started(namespace: Namespace, *argv: str) -> subprocess.Popen[bytes]:
 
 
 def test_port_inside_accepts_connections_only_from_inside(namespace: Namespace) -> None:
-    (port,) = namespace.free_ports(1)
+    (port,) = free_ports(1)
     with started(namespace, LISTEN, str(port)) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"listens\n"
@@ -101,8 +102,6 @@ from trainer.local.network_namespace import open_namespace
 with open_namespace() as namespace:
     assert len(namespace.fds) == 2, "no user namespace"
     subprocess.run(namespace.command(["touch", sys.argv[1]]), pass_fds=namespace.fds, check=True)
-    ports = namespace.free_ports(2)
-    assert len(set(ports)) == 2
 """
     as_user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
     with tempfile.TemporaryDirectory() as directory:

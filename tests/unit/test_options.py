@@ -50,7 +50,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schedule.warmup_steps": -1}, "schedule.warmup_steps must be at least 0"),
     ({"schedule.warmup_start": 2.0}, "warmup_start must be from 0 to 1.*2.0"),
     ({"schedule.kind": "cosine", "schedule.end_fraction": -0.1}, "end_fraction"),
-    ({"schedule.kind": "polynomial", "schedule.power": 0.0}, "power must be above 0"),
+    ({"schedule.kind": "polynomial", "schedule.power": 0.0}, "must be a finite number above 0"),
     ({"clip.norm": 1.0, "clip.value": 1.0}, "one of value, norm and global_norm"),
     ({"clip.global_norm": float("nan")}, "clip.global_norm must be 0 or more.*nan"),
     ({"penalty.l1": -1.0}, "penalty.l1 must be 0 or more"),

@@ -322,7 +322,7 @@ def test_worker_leaves_only_for_a_ps_that_stays_silent(
         answers[address] += 1
         return {"chief:1": Task("chief", 0), "ps:1": Task("ps", 0)}.get(address)
 
-    monkeypatch.setattr(watching, "identify", identify_later)
+    monkeypatch.setattr(watching, "answer_at", identify_later)
     jobs = {"chief": {0: "chief:1"}, "worker": {0: "worker:1"}, "ps": {0: "ps:1"}}
     named: queue.Queue[Task] = queue.Queue()
     watch_servers(Cluster(jobs, Task("worker", 0)), 1.0, named.put)

@@ -14,8 +14,9 @@ from tests.faults.disks import mounted
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import DiskError
 from trainer.config import Config, load_recipe
-from trainer.model_dir import check_model_dir, finished_result
+from trainer.model_dir import check_model_dir, disk_errors_explained, finished_result
 from trainer.preflight import num_replicas_here, preflight
+from trainer.run_files import RunFiles
 
 CONFIG = Config(dataset="digits", train_steps=100)
 DONE: dict[str, Any] = {"exit_code": 0, "eval": {}}
@@ -81,8 +82,11 @@ def test_damaged_result_is_named_and_counts_as_missing(
 def test_result_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "result.json").mkdir()
     assert finished_result(str(tmp_path), CONFIG) is None
-    with pytest.raises(ModelDirError, match=r"result\.json is a directory.* writes a file"):
-        check_model_dir(str(tmp_path))
+    with (
+        pytest.raises(ModelDirError, match=r"cannot be written: Is a directory\. Give a directory"),
+        disk_errors_explained(str(tmp_path)),
+    ):
+        RunFiles(str(tmp_path)).remove_result()
 
 
 @pytest.mark.parametrize("name", ["tasks", "checkpoints", "tensorboard", "export", "evaluator"])

@@ -204,15 +204,6 @@ def test_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["slow.py"]
 
 
-def test_directory_that_cannot_be_written_is_named_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # Root may write everywhere.
-    with pytest.raises(DataError, match=f"directory {tmp_path} cannot be written.*--data_dir="):
-        prepare("digits", str(tmp_path / "out"))
-    assert not list(tmp_path.iterdir())
-
-
 def test_two_prepares_at_once_both_succeed(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
@@ -264,7 +255,7 @@ def test_wrong_idx_files_are_named(
         ("digits mnist", "One NAME is needed"),
         ("unheard_of", "--source=DIR"),
         ("mnist", "train-images-idx3-ubyte.gz"),
-        ("mnist --source=nowhere", "is not a directory"),
+        ("mnist --source=nowhere", "There is no --source=nowhere"),
         ("what?:x", "Known: digits"),
         ("rewrite", "--data_dir=OTHER_DIR"),
         ("cifar10 --source=.", "Unpack cifar-10-binary.tar.gz and give the directory"),
@@ -272,7 +263,6 @@ def test_wrong_idx_files_are_named(
         ("svhn --label=x", "--label=x would be ignored: svhn takes --layout"),
         ("svhn --layout=what", "image_raw"),
         ("csv:x --layout=tfds", "takes --label, --test_fraction, --seed"),
-        ("csv:x --source=no.csv", "There is no --source=no.csv"),
         ("tfds:mnist --seed=1", "takes no options"),
     ],
 )
@@ -288,7 +278,7 @@ def test_wrong_command_lines_end_with_2_and_a_hint(
 
 def test_directory_that_was_empty_before_a_wrong_source_is_left(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(DataError, match="is not a directory"):
+    with pytest.raises(DataError, match="There is no --source="):
         prepare("mnist", str(tmp_path / "mine" / "new" / "mnist"), str(tmp_path / "nowhere"))
     assert list((tmp_path / "mine").iterdir()) == []
 

@@ -89,7 +89,7 @@ def test_page_has_the_step_and_the_newest_values(
     (tmp_path / "tasks" / "restarts.jsonl").write_text("{}\n{}\n")
     assert get(listener).splitlines() == [
         "# TYPE trainer_best gauge",
-        'trainer_best{split="eval"} NaN',
+        'trainer_best{split="eval"} nan',
         "# TYPE trainer_examples gauge",
         'trainer_examples{split="train"} 6400',
         "# TYPE trainer_examples_per_sec gauge",
@@ -208,8 +208,12 @@ def test_kubeflow_gets_the_progress_with_the_token_of_the_moment(
 
 
 @pytest.mark.parametrize("fault", ["status", "certificate", "token"])
-def test_report_that_kubeflow_does_not_take_is_one_warning(
-    fault: str, controller: Controller, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_reports_that_kubeflow_does_not_take_are_one_warning_and_their_number(
+    fault: str,
+    controller: Controller,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment = dict(controller.environment)
     if fault == "status":
@@ -218,11 +222,14 @@ def test_report_that_kubeflow_does_not_take_is_one_warning(
         del environment["KUBEFLOW_TRAINER_SERVER_CA_CERT"]
     else:
         (tmp_path / "token").unlink()
-    status = KubeflowStatus(environment, last_step=1000)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (status,) = progress_writers(None, str(tmp_path), 1000)
     status.write(100, "train", TRAIN)
     status.end(1000)
-    (record,) = caplog.records
-    assert "Kubeflow does not take the status of this run" in record.getMessage()
+    first, last = caplog.messages
+    assert first.startswith("Kubeflow failed: ")
+    assert last == "Kubeflow lacks 2 report(s)."
 
 
 def test_writers_are_those_that_are_asked_for(

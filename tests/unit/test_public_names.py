@@ -9,15 +9,8 @@ import pytest
 import trainer
 from tests.cluster.runs import ROOT
 from tests.commands import run_python
-from trainer.api.arguments import (
-    parsed,
-    recipe_named,
-    split_arguments,
-    split_fields,
-    without_none,
-    words_of,
-)
-from trainer.config import Config, flatten
+from trainer.api.arguments import parsed, recipe_named, split_arguments, words_and_values
+from trainer.config import Config
 from trainer.flags.checks import read_recipe
 
 
@@ -61,7 +54,9 @@ def test_arguments_become_flags_and_fields() -> None:
         "class_weight": {0: 2.0},
         "data.shuffle": False,
     }
-    assert words_of(arguments, flatten(Config())) == [
+    words, values = words_and_values(arguments, Config())
+    assert values == {}
+    assert words == [
         "--strategy=ps",
         "--train_steps=5",
         "--verbose=True",
@@ -91,8 +86,9 @@ def test_none_is_not_given_to_fields_whose_type_has_no_none() -> None:
         "data.inputs": None,
         "ratee": None,
     }
-    given = without_none(arguments, Own())
-    assert given == {"act": None, "data": {"lanes": 8}, "ratee": None}
+    words, values = words_and_values(arguments, Own())
+    assert values == {"act": None}
+    assert words == ["--config.data.lanes=8", "--ratee=None"], "what is unknown must be refused"
     functions, others = split_arguments({"build_model": None, "check": None, "seed": None})
     assert (functions, others) == ({}, {"check": None, "seed": None})
 
@@ -113,18 +109,10 @@ def test_none_that_the_field_has_already_is_given_to_a_cluster(
 
 
 def test_values_that_no_text_means_are_set_in_the_config() -> None:
-    fields = flatten(Own())
-    arguments: dict[str, object] = {
-        "act": None,
-        "seed": 1,
-        "names": [],
-        "batch_size": None,
-        "data": {"label": None},
-    }
-    values, others = split_fields(arguments, fields)
-    assert values == {"act": None, "names": [], "data.label": None}
-    assert words_of(others, fields) == ["--config.seed=1"]
-    assert words_of({"ratee": None}, fields) == ["--ratee=None"], "it must be refused"
+    arguments: dict[str, object] = {"config.act": None, "seed": 1, "names": [], "batch_size": None}
+    words, values = words_and_values(arguments, Own())
+    assert values == {"act": None, "names": []}
+    assert words == ["--config.seed=1"]
     with recipe_named(Own(), {"build_model": print}) as target:
         with parsed([f"--config={target}"], {"act": None, "names": ["b"]}):
             config = read_recipe().config

@@ -19,7 +19,7 @@ def resizing(run_dir: Path, text: str | None = None) -> ResizingPolicy:
     if text is not None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    cluster = local_cluster("ps", 4, 1, lambda n: list(range(7000, 7000 + n)))
+    cluster = local_cluster("ps", 4, 1)
     policy = ResizingPolicy(cluster, run_dir, least=2)
     assert policy.path == path
     return policy

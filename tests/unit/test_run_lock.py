@@ -112,6 +112,9 @@ def test_empty_directory_of_the_user_stays_and_is_empty_again(tmp_path: Path) ->
     with locked(str(tmp_path), 0.0, refuse):
         assert os.listdir(tmp_path) == [".lock"]
     assert os.listdir(tmp_path) == []
+    with locked(str(tmp_path / "runs" / "a"), 0.0, refuse):
+        assert os.listdir(tmp_path / "runs") == ["a"]
+    assert os.listdir(tmp_path) == [], "a run that did not begin left its directories"
 
 
 def test_same_process_gets_it_again_after_an_error(tmp_path: Path) -> None:

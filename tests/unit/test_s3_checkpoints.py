@@ -11,6 +11,7 @@ from data.system.object_store import UnavailableError
 from data.tfrecord.split import Split
 from tests.s3 import link, needs_s3, url
 from tests.unit.toy import Toy, assert_restores
+from trainer.compare import variable_differences
 from trainer.config import Config
 from trainer.evaluator import _is_done
 from trainer.model_dir import check_model_dir
@@ -43,6 +44,13 @@ def test_newest_is_restored_bit_for_bit_and_old_ones_are_removed(
     assert names == ["best-00000006", "step-00000004", "step-00000006"]
     assert_restores(split, url, 6, toy.state())
     assert not list(tmp_path.glob("trainer-scratch-*")), "local files are left"
+
+
+def test_they_are_compared(split: Split, url: str) -> None:
+    saved_at(split, url, [2, 4])
+    first, second = (f"{url}/checkpoints/step-0000000{step}" for step in (2, 4))
+    assert not variable_differences(first, first)
+    assert variable_differences(first, second)
 
 
 def test_unfinished_and_damaged_ones_are_not_used(

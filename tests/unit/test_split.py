@@ -1,9 +1,11 @@
 """Shards on disk: what is written is found again, and what is wrong is named with file and
 place."""
 
+import gzip
 import logging
 import os
 import re
+import shlex
 import shutil
 import struct
 import time
@@ -246,6 +248,46 @@ def test_missing_empty_and_wrong_directories_say_what_to_type(tmp_path: Path) ->
     write(version, EXAMPLES)
     assert_refused(tmp_path, f"--data_dir={version}")
     assert_refused(version, "only train", split="test")
+
+
+def stale(directory: Path) -> None:
+    shard = write(directory, EXAMPLES).shards[0]
+    Path(shard.path).write_bytes(framed(b"another"))
+
+
+def uncounted(directory: Path) -> None:
+    split = write(directory, EXAMPLES)
+    (directory / ".train.index.npz").unlink()
+    flip(split.shards[0].path, 0)
+
+
+def compressed(directory: Path) -> None:
+    directory.mkdir()
+    with gzip.open(directory / "train.tfrecord", "wb") as file:
+        file.write(framed(b"record"))
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda directory: None, "--data_dir={}"),
+        (lambda directory: directory.touch(), "--data_dir={parent}"),
+        (lambda directory: write(directory / "3.0.1", EXAMPLES), "--data_dir={}/3.0.1"),
+        (stale, "{}/.train.index.npz"),
+        (uncounted, "--data_dir={}"),
+        (compressed, "--source={}"),
+        (compressed, "--data_dir={}-plain"),
+    ],
+)
+def test_a_command_in_a_message_takes_a_directory_with_spaces(
+    make: Callable[[Path], object], word: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "my data" / "of today"
+    directory.parent.mkdir()
+    make(directory)
+    with pytest.raises(files.DataError) as refused:
+        (open_good if make is uncounted else records.open_split)(str(directory), "train")
+    assert word.format(directory, parent=directory.parent) in shlex.split(str(refused.value))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")

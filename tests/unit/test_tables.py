@@ -244,21 +244,6 @@ def test_a_lost_server_is_no_error_of_storage(
         checkpointer_of(learner, tmp_path).save(3, Position(), {})
 
 
-def test_a_checkpoint_without_table_files_is_refused(
-    make: Callable[..., Learner], tmp_path: Path
-) -> None:
-    saved_run(make(), tmp_path, 1)
-    for file in (tmp_path / "step-00000003").glob("tables.*"):
-        file.unlink()
-    path = tmp_path / "step-00000003" / "checkpoint.json"
-    mark = json.loads(path.read_text())
-    del mark["needs"]
-    mark["files"] = {n: c for n, c in mark["files"].items() if not n.startswith("tables.")}
-    path.write_text(json.dumps(signed(mark)))
-    with pytest.raises(ModelDirError, match="earlier version"):
-        checkpointer_of(make(), tmp_path).restore()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_newest", [False, True], ids=["the base", "the newest"])
 def test_the_next_checkpoint_is_complete_when_one_that_it_needs_is_gone(

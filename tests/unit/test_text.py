@@ -13,6 +13,7 @@ from data.prepare import catalog
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, Source
 from data.system.files import DataError
+from data.tfrecord.examples import example_bytes
 from strategies.metrics import means
 from tests.unit.comparing import assert_same
 from trainer.build import build_learner
@@ -130,6 +131,14 @@ def test_language_model_is_causal_and_its_metrics_agree(sentences: Path) -> None
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
     # All weights are trained, those of the positions too.
     assert sum(v.shape[0] == 256 for v in learner.model.trainable_variables) >= 2
+
+
+def test_language_model_refuses_sequences_of_another_length() -> None:
+    parse = load_recipe("configs/text_lm.py").parse
+    assert parse is not None
+    records = [example_bytes({"bytes": bytes(513)})] * 2
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[2,513\]"):
+        parse(tf.constant(records))
 
 
 @pytest.mark.slow

@@ -139,25 +139,17 @@ def test_training_tf_config_has_no_evaluator() -> None:
     assert json.loads(cluster.training_tf_config()) == json.loads(tf_config(PS_CLUSTER, "chief"))
 
 
-def test_cluster_cannot_be_changed() -> None:
-    cluster = parse_tf_config(tf_config({"worker": WORKERS}), "multiworker")
-    with pytest.raises(TypeError):
-        cluster.jobs["worker"][0] = "z:1"  # type: ignore[index]  # The test is that this fails.
-
-
 @pytest.mark.parametrize(
     ("text", "substance"),
     [
-        ("", ("empty", "unset TF_CONFIG")),
+        ("", ("not JSON", "Example", "unset TF_CONFIG")),
         ("{'cluster': 1}", ("not JSON", "line 1, column 2", "single quotes")),
         ('{"a":\n [1,}', ("not JSON", "line 2, column 5")),
-        ("[1]", ("object", "a list", '{"cluster"')),
-        ("{}", ('needs "cluster"', "nothing", '{"cluster"')),
-        ('{"task": {}, "job": 1}', ('needs "cluster"', '"task", "job"')),
-        ('{"cluster": []}', ('needs "cluster"', "a list")),
-        ('{"sparseCluster": {"ps": ["d:1"]}}', ('"sparseCluster"', "enableDynamicWorker")),
+        ("[1]", ("object", "is [1]", '{"cluster"')),
+        ("1", ("object", "is 1")),
+        ('{"task": {}, "job": 1}', ('with "cluster"', 'is {"task": {}, "job": 1}')),
+        ('{"cluster": []}', ('"cluster"', 'is {"cluster": []}')),
         ('{"cluster": {"worker": []}}', ("no addresses", '"worker": [')),
-        ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', ('"worker" twice',)),
         ('{"cluster": {"worker": ["a:1"]}}', ('needs "task"', "none", '"index": 0')),
         ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}', ('needs "task"',)),
     ],
@@ -171,11 +163,12 @@ def test_malformed_tf_config_is_explained(text: str, substance: tuple[str, ...])
     [
         ("ps", 0, ('"ps"', "worker (2)", 'Set the type to "worker"')),
         (None, 0, ("null", "worker (2)")),
-        ("worker", 2, ("worker 2", "2 worker", "0 to 1", "start at 0")),
+        ("worker", 2, ("worker 2", "2 worker", "0 to 1", "an integer from 0")),
         ("worker", -1, ("worker -1", "0 to 1")),
-        ("worker", "x", ("an integer", "a string", '"x"', '"index": 0')),
-        ("worker", 1.5, ("an integer", "1.5")),
-        ("worker", True, ("an integer", "a boolean")),
+        ("worker", "x", ('"x"', "0 to 1", "an integer from 0")),
+        ("worker", 1.5, ("1.5", "an integer")),
+        ("worker", True, ("true", "an integer")),
+        ("worker", [0], ("[0]", "an integer")),
         ("evaluator", 0, ("evaluates itself: start none", "workerPoolSpecs[3]", "host:port")),
     ],
 )
@@ -186,44 +179,29 @@ def test_task_that_is_not_in_the_cluster_is_explained(
 
 
 @pytest.mark.parametrize(
-    ("address", "substance"),
+    "address",
     [
-        ("host", ("worker 0", "'host'", "without a port", '"host:2222"')),
-        ("[::1]", ("without a port", '"[::1]:2222"')),
-        ("host:", ("'' is not a port", "1 to 65535")),
-        ("host:http", ("'http' is not a port",)),
-        ("host:0", ("'0' is not a port",)),
-        ("host:65536", ("'65536' is not a port",)),
-        ("host:٣", ("is not a port",)),
-        (":2222", ("without a host", '"localhost:2222"')),
-        ("[]:2222", ("without a host",)),
-        ("::1:2222", ("IPv6", '"[::1]:2222"')),
-        ("http://host:1", ("scheme",)),
-        ("a:1, b:1", ("several", '"worker": [')),
-        ("a b:1", ("space",)),
-        (2222, ("a string", "a number", "2222", '"localhost:2222"')),
-        (None, ("a string", "null")),
+        *("host", "[::1]", "host:", "host:http", "host:0", "host:65536", "host:٣", ":2222"),
+        *("[]:2222", "::1:2222", "http://host:1", "a:1, b:1", "a b:1", "a..b:1", 2222, None),
     ],
 )
-def test_malformed_address_is_explained(address: object, substance: tuple[str, ...]) -> None:
-    assert_teaches(error_of(tf_config({"worker": [address]})), *substance)
+def test_malformed_address_is_explained(address: object) -> None:
+    form = ("worker 0", repr(address), '"host:port"', "1 to 65535", "[::1]:2222")
+    assert_teaches(error_of(tf_config({"worker": [address]})), *form)
 
 
 @pytest.mark.parametrize(
     ("cluster", "substance"),
     [
-        ({"worker": "a:1,b:1"}, ('"worker"', "list", "a string", '["host:port"]')),
+        ({"worker": "a:1,b:1"}, ('"worker"', "list", "a:1,b:1", '["host:port"]')),
         ({"worker": {"x": "a:1"}}, ('"worker"', "'x'", '{"0": "host:port"}')),
-        ({"worker": {"1": "a:1", "01": "b:1"}}, ("worker 1 twice",)),
         ({"worker": {"0": "a:1", "2": "b:1"}}, ("worker 0, 2", "not worker 1")),
         ({"worker": ["a:1", "A:1 "]}, ("a:1", "both worker 0 and worker 1")),
         ({"worker": ["a:1"], "chief": ["a:1"]}, ("both worker 0 and chief 0",)),
-        ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, ("one chief", "2", "Make the others")),
+        ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, ("one chief", "2", "make them workers")),
         ({"chief": {"1": "a:1"}, "worker": ["c:1"]}, ("chief 0", "index 1")),
-        ({"workers": ["a:1"]}, ('"workers"', 'Did you mean "worker"?', '"evaluator"')),
-        ({"Worker": ["a:1"]}, ('Did you mean "worker"?',)),
-        ({"master": ["a:1"], "chief": ["b:1"]}, ('Did you mean "chief"?',)),
-        ({"xyz": ["a:1"]}, ('"xyz". Jobs are',)),
+        ({"workers": ["a:1"]}, ('"workers"', '"worker"', '"evaluator"')),
+        ({"master": ["a:1"], "chief": ["b:1"]}, ('"master"', '"chief"')),
     ],
 )
 def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...]) -> None:
@@ -234,7 +212,7 @@ def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...])
     ("strategy", "cluster", "substance"),
     [
         ("multiworker", PS_CLUSTER, ('no "ps" task', "ps (1)", "--strategy=ps")),
-        ("multiworker", {"evaluator": ["a:1"]}, ("needs workers", "evaluator (1)", '"worker": [')),
+        ("multiworker", {"evaluator": ["a:1"]}, ('"worker" task', "evaluator (1)", '"worker": [')),
         ("ps", {"worker": WORKERS}, ('needs a "ps" task', "worker (2)", '"ps": ["host:port"]')),
         ("ps", {"worker": WORKERS}, ('needs a "ps" task', "--strategy=multiworker")),
         ("ps", {"chief": ["a:1"], "ps": ["b:1"]}, ('needs a "worker" task', '"worker": [')),
@@ -276,7 +254,7 @@ def test_host_flags_and_tf_config_give_equal_clusters(job: str) -> None:
         (HOSTS, "ps", -1, ("--task_index from 0 to 0", "-1")),
         ({"worker": "a:1"}, "worker", 0, ('needs a "ps" task', "the command line", "--ps_hosts=")),
         ({"ps": "a:1"}, "ps", 0, ('needs a "worker" task', "--worker_hosts=")),
-        (HOSTS | {"worker": "a,b:1"}, "ps", 0, ("command line", "worker 0 is 'a'", '"a:2222"')),
+        (HOSTS | {"worker": "a,b:1"}, "ps", 0, ("command line", "worker 0 is 'a'", '"host:port"')),
         (HOSTS | {"worker": "a:1,,b:1"}, "ps", 0, ("command line", "worker 1 is ''")),
         (HOSTS | {"worker": "d:1"}, "ps", 0, ("command line", "d:1", "both ps 0 and worker 0")),
         (HOSTS | {"chief": "e:1,f:1"}, "ps", 0, ("one chief", "names 2")),
@@ -368,9 +346,9 @@ def test_local_cluster_has_the_tasks_asked_for_on_different_free_ports() -> None
 @pytest.mark.parametrize(
     ("strategy", "num_workers", "num_ps", "substance"),
     [
-        ("multiworker", 0, 0, ("at least one worker", "--workers=0", "--workers=2")),
+        ("multiworker", 0, 0, ("at least one worker", "--workers=0", "--workers=1")),
         ("ps", -1, 1, ("at least one worker", "--workers=-1")),
-        ("ps", 2, 0, ("ps tasks", "--ps=0", "--ps=1")),
+        ("ps", 2, 0, ("at least one ps", "--ps=0", "--ps=1")),
     ],
 )
 def test_local_cluster_without_tasks_is_refused(

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from strategies import mirrored
-from strategies.gradients import layer_state, parts
+from strategies.gradients import parts
 from strategies.gradients.compression import Compression
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
@@ -45,8 +45,8 @@ def kinds(graph: Any) -> set[str]:
         for frame in op.traceback or ():
             if frame.filename == parts.__file__ and frame.name not in SHARED:
                 found.add("parts.py")
-            if frame.name == layer_state.gradients_of_virtual_replicas.__name__:
-                found.add("layer_state.py")
+            if frame.name == parts.gradients_of_virtual_replicas.__name__:
+                found.add("state of layers")
         if op.type == "Round":
             found.add("rounded totals")
         if op.type == "Bitcast" and op.outputs[0].dtype == tf.int32:
@@ -94,7 +94,7 @@ def test_training_step_has_no_op_of_a_mode_that_is_off(num_replicas: int, tmp_pa
         started(tmp_path / str(number), num_replicas, number)._run_in_graph
         for number in (2 * num_replicas, 0)
     )
-    assert kinds(on.get_concrete_function().graph) == {*OF_THE_MODE, "layer_state.py"}
+    assert kinds(on.get_concrete_function().graph) == {*OF_THE_MODE, "state of layers"}
     assert kinds(off.get_concrete_function().graph) == set()
 
 

@@ -1,8 +1,8 @@
 """Keyword arguments as words of a command line, and a Config object as a config file.
 
     with recipe_named(Config(), {"build_model": build_model}) as target:
-        words = words_of({"train_steps": 200, "data": {"lanes": 8}}, flatten(Config()))
-        with parsed([f"--config={target}", *words]):
+        words, values = words_and_values({"train_steps": 200, "data": {"lanes": 8}}, Config())
+        with parsed([f"--config={target}", *words], values):
             recipe = read_recipe()
 
 So the arguments have the checks of the command line, and its messages.
@@ -48,23 +48,49 @@ def split_arguments(
     return functions, {name: v for name, v in arguments.items() if name not in FUNCTIONS}
 
 
-def without_none(arguments: Mapping[str, object], config: object) -> dict[str, object]:
-    """Returns `arguments` without those that are None, and so not given.
+def words_and_values(
+    arguments: Mapping[str, object], config: object
+) -> tuple[list[str], dict[str, object]]:
+    """Returns `arguments` as words of a command line, and values of fields that no text means.
 
-    Functions that call train() pass None on. It is a value for a field of `config` whose type has
-    None. Names that are not of `config` stay.
+    These values are None, and lists for fields that are lists. None is not given to a flag, a group
+    and a field whose type has no None: functions that call train() pass it on. A name that is
+    neither a flag nor a field of `config` becomes a flag: the parser says what was meant.
     """
     fields = flatten(config)
-    given: dict[str, object] = {}
+    words: list[str] = []
+    values: dict[str, object] = {}
+    for name, value in _members(arguments, fields):
+        field = name.removeprefix("config.")
+        is_flag = field == name and name in absl_flags.FLAGS
+        is_field = field in fields and not is_flag
+        is_list = isinstance(value, list) and isinstance(fields.get(field), list)
+        if value is None and (is_flag or _is_group(field, fields)):
+            continue
+        if value is None and field in fields and not _takes_none(config, field):
+            continue
+        if is_field and (value is None or is_list):
+            values[field] = value
+        else:
+            words.append(f"--{'config.' + field if is_field else name}={_text(value)}")
+    return words, values
+
+
+def _members(
+    arguments: Mapping[str, object], fields: Mapping[str, object]
+) -> Iterator[tuple[str, object]]:
+    """Each argument; of a group, such as data={"lanes": 8}, each member: config.data.lanes."""
     for name, value in arguments.items():
         field = name.removeprefix("config.")
-        is_group = field not in fields and any(each.startswith(f"{field}.") for each in fields)
-        if value is None and (is_group or (field in fields and not _takes_none(config, field))):
-            continue
-        if is_group and isinstance(value, Mapping):
-            value = without_none(value, functools.reduce(getattr, field.split("."), config))
-        given[name] = value
-    return given
+        if isinstance(value, Mapping) and _is_group(field, fields):
+            members = {f"config.{field}.{key}": item for key, item in value.items()}
+            yield from _members(members, fields)
+        else:
+            yield name, value
+
+
+def _is_group(name: str, fields: Mapping[str, object]) -> bool:
+    return name not in fields and any(field.startswith(f"{name}.") for field in fields)
 
 
 def _takes_none(config: object, name: str) -> bool:
@@ -74,49 +100,6 @@ def _takes_none(config: object, name: str) -> bool:
     declared = get_type_hints(type(owner))[last]
     types = (declared, *get_args(declared))
     return getattr(owner, last) is None or any(t in (Any, object, type(None)) for t in types)
-
-
-def words_of(arguments: Mapping[str, object], fields: Mapping[str, object]) -> list[str]:
-    """Returns `arguments` as words of a command line; `fields` are those of the config.
-
-    A name that is neither a flag nor a field becomes a flag: the parser says what was meant.
-    """
-    words = []
-    for name, value in arguments.items():
-        if value is None and name in absl_flags.FLAGS:  # As a flag that is not typed.
-            continue
-        is_flag = name in absl_flags.FLAGS or name.startswith("config.")
-        is_group = name not in fields and any(field.startswith(f"{name}.") for field in fields)
-        if isinstance(value, Mapping) and is_group and not is_flag:
-            group = {f"config.{name}.{key}": item for key, item in value.items()}
-            words += words_of(group, fields)
-        else:
-            is_field = name in fields and not is_flag
-            words.append(f"--{'config.' if is_field else ''}{name}={_text(value)}")
-    return words
-
-
-def split_fields(
-    arguments: Mapping[str, object], fields: Mapping[str, object]
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Returns the values of fields that no text on a command line means, and the other arguments.
-
-    They are None and lists of fields that are lists. The names are those of `fields`.
-    """
-    values: dict[str, object] = {}
-    others: dict[str, object] = {}
-    for name, value in arguments.items():
-        is_none = value is None and name in fields and name not in absl_flags.FLAGS
-        if is_none or (isinstance(value, list) and isinstance(fields.get(name), list)):
-            values[name] = value
-        elif isinstance(value, Mapping) and name not in fields:
-            group = {f"{name}.{key}": item for key, item in value.items()}
-            found, _ = split_fields(group, fields)
-            values |= found
-            others[name] = {key: v for key, v in value.items() if f"{name}.{key}" not in found}
-        else:
-            others[name] = value
-    return values, others
 
 
 def _text(value: object) -> str:

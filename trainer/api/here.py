@@ -65,12 +65,11 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
 
     start.set_train_steps(recipe)
     model_dir = start.model_dir_of(recipe)
-    if start.says_finished(recipe, model_dir, hides_gpus=False, dashes=""):
+    if start.says_finished(recipe, model_dir, hides_gpus=False):
         return result_in(model_dir)
     spec = dataclasses.replace(start.task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:
-        with start.reserved(model_dir) as model_dir:
-            exit_code = task.run(dataclasses.replace(spec, model_dir=model_dir), Interrupts())
+        exit_code = task.run(spec, Interrupts())
     except TrainerError as error:
         if exists(RunFiles(model_dir).config):
             error.result = result_in(model_dir)

@@ -5,13 +5,8 @@
     checkpointer.save(step, position, counts)           # only the chief; returns before it is done
     checkpointer.has_saved(step)                        # waits
 
-A checkpoint is a directory, `step-00001000`, with TensorFlow's files and a mark, `checkpoint.json`,
-which is written last. A checkpoint is complete if there is a mark, and each file has the size and
-checksum that the mark says. Tables have files of their own; a checkpoint may need earlier ones for
-them, which its mark names.
-
-Under multiworker only the chief saves and every worker restores, so `model_dir` must be in a file
-system that all of them see.
+A checkpoint is a directory, `step-00001000`, with TensorFlow's files and a mark, which is written
+last (marks.py). Tables have files of their own; a checkpoint may need earlier ones for them.
 
 The training thread copies the variables (snapshot.py) and writes tables while no step is in flight.
 One other thread writes the other files, checksums and the mark, and removes old checkpoints, one
@@ -48,10 +43,9 @@ from trainer.run_files import CHECKPOINT_MARK, step_in
 
 log = logging.getLogger(__name__)
 
-# The key in `Saved.config` of the learning rate with which the run, or its last resume, has begun.
-GIVEN_RATE = "given_rate"
-# That of the last step of which callbacks were told.
-_BEGUN_STEP = "begun_step"
+# Keys in `Saved.config`: the learning rate with which the run, or its last resume, has begun; and
+# the last step of which callbacks were told.
+GIVEN_RATE, _BEGUN_STEP = "given_rate", "begun_step"
 
 
 class ModelDirError(UsageError):
@@ -83,9 +77,8 @@ class Checkpointer:
             keep: The number of newest checkpoints that are not removed.
             config: JSON values that `Saved.config` will have, besides the GIVEN_RATE.
             io_device: The device whose file system has `directory`; None is the local one.
-            is_shared: Another process may save at the same time: the chief of an earlier group of
-                hosts. Then each checkpoint is renamed when it is complete, and a save removes
-                only checkpoints of earlier steps. Not for URLs.
+            is_shared: The chief of an earlier group of hosts may save at the same time. Then
+                `Store.write` renames, and a save removes only checkpoints of earlier steps.
             complete_every: Each n-th checkpoint has complete tables. Above 1 the learner must mark
                 changed rows (Options.marks_changed_rows).
             is_evaluator: The chief of the run is another process, which may remove checkpoints
@@ -95,7 +88,7 @@ class Checkpointer:
         self._model = learner.model
         self._checkpoint = checkpoint_of(learner)
         self._device = io_device or "CPU:0"
-        # "claims" also has the lock files of survivors.py. Earlier versions chose the name.
+        # "claims" also has the lock files of survivors.py.
         self.staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
         self._store = Store(
             directory,
@@ -144,10 +137,7 @@ class Checkpointer:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """All variables that a checkpoint has, in the same order in each process of a run.
-
-        Empty if a checkpoint has something else, too.
-        """
+        """All that a checkpoint has, in one order in all processes; [] if not all are variables."""
         variables = tensorflow_variables(self._checkpoint)
         for layer in self._tables:
             if layer.is_dynamic:
@@ -179,10 +169,10 @@ class Checkpointer:
         name = f"step-{step:08d}"
 
         def write() -> None:
-            write_one = self._store.write_and_rename if self._is_shared else self._store.write
             if self._staged:
                 self._staged.chain = {}  # If the storage fails below, the next one has all rows.
-            if write_one(name, self._mark(step, position, counts=counts)):
+            mark = self._mark(step, position, counts=counts)
+            if self._store.write(name, mark, renames=self._is_shared):
                 self._saved_step = step
                 if self._staged:
                     self._staged.chain = self._store.chain_of(name)
@@ -204,17 +194,15 @@ class Checkpointer:
     def save_for_restart(
         self, step: int, position: Position, counts: WorkerStats, *, is_complete: bool = True
     ) -> None:
-        """As `save`, but removes no other checkpoint: only the chief knows which are complete.
+        """As `save`, but any task may call it, and it removes no other checkpoint.
 
-        Any task may call it. Without `is_complete`, for the chief alone, tables may have only the
-        rows that were changed: another task does not know which checkpoints the chief has removed.
+        Only the chief knows which others are complete. So `is_complete` may be False only for the
+        chief: then tables may have only the rows that were changed.
         """
 
         def write() -> None:
-            # Directories of URLs cannot be renamed in one operation.
-            is_url = files.is_url(self.directory)
-            write_one = self._store.write if is_url else self._store.write_and_rename
-            if write_one(f"step-{step:08d}", self._mark(step, position, counts=counts)):
+            mark = self._mark(step, position, counts=counts)
+            if self._store.write(f"step-{step:08d}", mark, renames=True):
                 self._saved_step = step
 
         self._write_later(step, write, is_complete=is_complete)
@@ -265,10 +253,7 @@ class Checkpointer:
             self._snapshot_step = None
 
     def has_saved(self, step: int) -> bool:
-        """Returns True if the last checkpoint written or restored is of `step`, and exists; waits.
-
-        It does not exist if the model directory was deleted during the run.
-        """
+        """Waits; returns True if the last checkpoint written or read is of `step`, and exists."""
         self.wait()
         name = f"step-{step:08d}"
         return self._saved_step == step and self._store.mark_if_complete(name) is not None
@@ -282,9 +267,9 @@ class Checkpointer:
         return None
 
     def newest(self, *, reads: bool = False) -> Saved | None:
-        """Returns the progress of the newest checkpoint with complete files (by size), or None.
+        """Returns the progress of the newest checkpoint that is complete and not skipped, or None.
 
-        Checkpoints that `restore` has skipped do not count. With `reads` checksums are compared.
+        Sizes of files are compared; with `reads` also checksums.
         """
         mark = self._store.newest_readable() if reads else self._store.newest()
         return mark.saved if mark else None
@@ -352,11 +337,6 @@ class Checkpointer:
         self._snapshot_step = None
         mark = complete_mark(path)
         self._check_identity(name, mark, ignored)
-        if self._staged and not mark.has_table_files:
-            raise ModelDirError(
-                f"{path} was written by an earlier version of this program, which kept tables in "
-                "another way. Give another --model_dir."
-            )
         with self._store.files_of(name, mark.files) as local:
             try:
                 status = self._checkpoint.read(f"{local}/variables", options=self._options)
@@ -440,11 +420,13 @@ class Checkpointer:
             )
 
     def _check_identity(self, name: str, mark: Mark, ignored: Collection[str] = ()) -> None:
+        ours = self._identity
         # Former versions recorded neither: these are not compared.
-        slots = self._identity.values.get(DYNAMIC_SLOTS)
+        slots = ours.values.get(DYNAMIC_SLOTS)
         values = {**keras_settings(), DYNAMIC_SLOTS: slots, **mark.identity.values}
-        # The slots of tables that are not trained, or not any more, are not read.
+        saved = Identity(values, mark.identity.names)
         untrained = [la.table.path for la in self._tables if la.is_dynamic and not la.trainable]
-        saved = Identity(values, mark.identity.names).without_slots(untrained)
-        if lines := differences(saved, self._identity, ignored):
+        if untrained:  # If they were trained before, their slots are not read.
+            saved, ignored = saved.without_slots(untrained, ours), {*ignored, DYNAMIC_SLOTS}
+        if lines := differences(saved, ours, ignored):
             raise ModelDirError(refusal(self._store.path(name), lines))

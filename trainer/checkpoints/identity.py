@@ -20,31 +20,18 @@ DYNAMIC_SLOTS = "dynamic_table_slots"  # The key of the slots of tables of dynam
 class Identity(NamedTuple):
     """JSON values that must be equal, and the names of variables, which only messages have."""
 
-    values: Mapping[str, object]  # That of a kind of variables is a list of descriptions.
+    values: Mapping[str, Any]  # That of a kind of variables is a list of descriptions.
     names: Mapping[str, Sequence[str]]  # By the kind of the variables.
 
-    def without_slots(self, tables: Collection[str]) -> "Identity":
-        """Returns this identity without the slots of tables of dynamic ids with these paths."""
-        values, names = {**self.values}, {**self.names}
-        for kind in (_VARIABLES, DYNAMIC_SLOTS):
-            found, paths = values.get(kind), names.get(kind, ())
-            if not tables or not isinstance(found, list) or len(paths) != len(found):
-                return self  # Earlier versions saved no names.
-            shapes = [description.partition(" ")[2] for description in found]
-            if kind == _VARIABLES:  # The description of a table ends with the names of its slots.
-                shapes = [
-                    f"{shape.partition(']')[0]}]" if path in tables else shape
-                    for shape, path in zip(shapes, paths, strict=True)
-                ]
-            else:
-                is_left = [path.rpartition("/")[0] not in tables for path in paths]
-                shapes, paths = (
-                    [*itertools.compress(shapes, is_left)],
-                    [*itertools.compress(paths, is_left)],
-                )
-            values[kind] = [f"{index} {shape}" for index, shape in enumerate(shapes)]
-            names[kind] = paths
-        return Identity(values, names)
+    def without_slots(self, tables: Collection[str], ours: "Identity") -> "Identity":
+        """Returns this identity without the slots of tables that have these paths in `ours`."""
+        there, here = self.values[_VARIABLES], ours.values[_VARIABLES]
+        # The description of a table ends with the names of its slots, of which ours has none.
+        left = [
+            h if path in tables and t.startswith(f"{h} ") else t
+            for t, h, path in zip(there, here, ours.names[_VARIABLES], strict=False)
+        ]
+        return self._replace(values={**self.values, _VARIABLES: left + there[len(here) :]})
 
 
 def identity_of(settings: Mapping[str, object], kinds: Mapping[str, Sequence[Any]]) -> Identity:

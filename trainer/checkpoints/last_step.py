@@ -51,10 +51,8 @@ def save_last_complete_step(
             what = f"Step {reached.step:,}"
             require_finite(learner, reached.step)
             write(reached, checkpointer)
-    except NonFiniteLossError as error:
-        log.warning("%s is not saved: %s", what, first_line(error))
     except Exception as error:
-        log.warning("%s could not be saved: %s", what, first_line(error))
+        log.warning("%s is not saved: %s", what, first_line(error))
 
 
 def write_if_newer(reached: Reached, checkpointer: Checkpointer) -> None:

@@ -69,15 +69,11 @@ class Mark:
     # The checkpoints with the rows of tables that this one lacks, the oldest first. Each is named
     # with the checksum of its mark: another checkpoint may be written under the same name.
     needs: Chain
-    has_table_files: bool  # False of early versions, which kept tables among variables.
 
     def score_of(self, metric: str, *, is_lowest: bool) -> float:
-        """Returns `score`; -inf if it is of another metric, or of the other direction.
-
-        Early marks lack the direction. The score of a metric that is better the lower it is has the
-        sign changed: then the sign says it, as few metrics are below 0.
-        """
+        """Returns `score`; -inf if it is of another metric, or of the other direction."""
         was_lowest = self.is_lowest
+        # Early marks lack it. If lower is better, the score is -value, and few values are below 0.
         if was_lowest is None:
             was_lowest = math.copysign(1, self.score) < 0
         is_same = self.saved.config.get("best_metric", "loss") == metric and was_lowest == is_lowest
@@ -98,10 +94,9 @@ def signed(mark: Mapping[str, object]) -> dict[str, object]:
 
 
 def complete_mark(path: str) -> Mark:
-    """Returns the mark.
+    """Returns the mark. Raises DamagedError if it is damaged, or a file has another size.
 
-    Raises DamagedError if it is damaged, or a file of it, or of a checkpoint that it needs, has
-    another size.
+    The checkpoints that this one needs are looked at, too.
     """
     mark = own_mark(path)
     for need, checksum in mark.needs.items():
@@ -138,7 +133,6 @@ def own_mark(path: str) -> Mark:
             is_lowest=mark.get("is_lowest"),
             checksum=str(mark["crc32c"]),
             needs=dict(mark.get("needs", {})),
-            has_table_files="needs" in mark,
         )
     # KeyError: a part is missing; the others: a part has another type.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -149,7 +143,7 @@ def own_mark(path: str) -> Mark:
 
 
 def check_file(path: str, contents: Mapping[str, int | str], *, reads: bool = True) -> None:
-    """Raises DamagedError if a file has not its `contents`; without `reads`: not its length.
+    """Raises DamagedError if a file has another length, or with `reads` another checksum.
 
     Raises UnavailableError if it cannot be read now.
     """

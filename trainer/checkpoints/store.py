@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
@@ -39,6 +40,23 @@ from trainer.run_files import CHECKPOINT_MARK, checkpoints_in
 log = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def local_files(path: str, contents: Files) -> Iterator[str]:
+    """Gives a directory that TensorFlow can read, with files of the checkpoint at `path`.
+
+    Raises DamagedError if a file has not its `contents`, or UnavailableError if the files may be
+    complete, but cannot be downloaded now.
+    """
+    with scratch_dir() if files.is_s3(path) else plain_path(path) as local:
+        for file, expected in contents.items():
+            if files.is_s3(path):
+                # The check below names a file that is missing.
+                with contextlib.suppress(FileNotFoundError):
+                    object_store.download(f"{path}/{file}", f"{local}/{file}")
+            check_file(f"{local}/{file}", expected)
+        yield local
+
+
 class Store:
     """The checkpoints in one directory. Several processes may use it.
 
@@ -46,8 +64,7 @@ class Store:
         directory: Where they are.
         staging: A directory for files of checkpoints that are not complete. The next start of the
             run removes it, with the files of a killed process.
-        verified: The checkpoints that this process wrote or read: their checksums were right, not
-            only their sizes.
+        verified: The checkpoints that this process wrote or read: their checksums were right.
         skipped: The checkpoints that a restart skipped, with the stamps of their marks then: they
             do not count until a process writes them anew.
         unreadable: Those of `skipped` that may be complete, and are not removed.
@@ -83,10 +100,7 @@ class Store:
         return [name for name in checkpoints_in(self.directory) if name.startswith(prefix)]
 
     def mark_if_complete(self, name: str) -> Mark | None:
-        """Returns the mark; None if a file, or a checkpoint that it needs, is damaged by size.
-
-        Also None if the checkpoint is one of `skipped`.
-        """
+        """Returns `complete_mark`; None if that raises, or if the checkpoint is in `skipped`."""
         with contextlib.suppress(DamagedError, FileNotFoundError):
             mark = complete_mark(self.path(name))
             if name not in self.skipped or self.skipped[name] != self._stamp(name):
@@ -112,36 +126,28 @@ class Store:
         chains: dict[str, Chain | None] = {}
         for name in self.names():
             try:
-                chain = own_mark(self.path(name)).chain
-            except DamagedError as error:
-                if isinstance(error, UnreadableError):
-                    continue
-                chain = None
-            chains[name] = chain
+                chains[name] = own_mark(self.path(name)).chain
+            except UnreadableError:
+                pass
+            except DamagedError:
+                chains[name] = None
         return chains
 
-    @contextlib.contextmanager
-    def files_of(self, name: str, contents: Files) -> Iterator[str]:
-        """Gives a directory that TensorFlow can read, with files of a checkpoint.
+    def files_of(self, name: str, contents: Files) -> AbstractContextManager[str]:
+        """As `local_files`, of a checkpoint by its name."""
+        return local_files(self.path(name), contents)
 
-        Raises DamagedError if a file has not its `contents`, or UnavailableError if the files may
-        be complete, but cannot be downloaded now.
-        """
-        path = self.path(name)
-        with scratch_dir() if files.is_s3(path) else plain_path(path) as local:
-            for file, expected in contents.items():
-                if files.is_s3(path):
-                    # The check below names a file that is missing.
-                    with contextlib.suppress(FileNotFoundError):
-                        object_store.download(f"{path}/{file}", f"{local}/{file}")
-                check_file(f"{local}/{file}", expected)
-            yield local
+    def write(self, name: str, mark: Mapping[str, object], *, renames: bool = False) -> bool:
+        """Writes a checkpoint, unless it is there; `mark` is all but its "files".
 
-    def write(self, name: str, mark: Mapping[str, object]) -> bool:
-        """Writes a checkpoint in its place, unless it is there; `mark` is all but its "files".
+        With `renames`, another process may be writing the same step. Then the checkpoint is written
+        in `staging`, and renamed when it is complete, unless it is at a URL, where no directory can
+        be renamed in one operation.
 
         Returns False, and logs the reason, if the storage fails.
         """
+        if renames and not files.is_url(self.directory):
+            return self._write_and_rename(name, mark)
         path = self.path(name)
         if name in self.verified and self.mark_if_complete(name):
             return True
@@ -167,11 +173,7 @@ class Store:
         self._has_written(name)
         return True
 
-    def write_and_rename(self, name: str, mark: Mapping[str, object]) -> bool:
-        """As `write`, but in `staging`: the directory is renamed when it is complete. Not for URLs.
-
-        For a process that others cannot reach: another one may be writing the same step.
-        """
+    def _write_and_rename(self, name: str, mark: Mapping[str, object]) -> bool:
         path = self.path(name)
         partial = f"{self.staging}/{files.partial_name(name)}"
         try:
@@ -193,10 +195,7 @@ class Store:
         return True
 
     def newest(self) -> Mark | None:
-        """Returns the mark of the newest step-* that is not skipped, with files of the right sizes.
-
-        None if there is none.
-        """
+        """Returns the mark of the newest step-* of `mark_if_complete`, or None."""
         marks = map(self.mark_if_complete, reversed(self.names("step-")))
         return next((mark for mark in marks if mark), None)
 
@@ -212,10 +211,7 @@ class Store:
         return None
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint, the mark first.
-
-        If the process is killed meanwhile, the other files must not look like a damaged one.
-        """
+        """Removes a checkpoint, the mark first: half of one must not look like a damaged one."""
         path = self.path(name)
         mark = f"{path}/{CHECKPOINT_MARK}"
         if files.exists(mark):

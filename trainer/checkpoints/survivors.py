@@ -3,20 +3,11 @@
     write = functools.partial(write_once, cluster=cluster)
     save_last_complete_step(executor, learner, checkpointer, write)       # then end
 
-An error of one worker leaves the others in a sum that never ends. So workers do not communicate.
-
-Each worker of multiworker has the complete state. After a loss the steps of the survivors differ by
-one at most: a worker adds to the sums of a step only when it has completed the step before. So
-the checkpoint of the furthest survivor is all that is needed, and a restart resumes from the newest
-complete checkpoint.
-
-Each step has one writer: the first worker that creates the step's lock file. The others wait until
-the checkpoint is complete. If the writer dies, the next worker that sees it creates another lock
-file. A worker that is a step further writes that step. No worker writes a step that is not later
-than the newest complete checkpoint. The next start of the run removes all lock files.
-
-If the chief is left, the others let it write first: it has written all checkpoints so far, and may
-still be writing this one.
+An error of one worker leaves the others in a sum that never ends. So workers do not communicate:
+the first that creates the lock file of a step writes its checkpoint, and the others wait until it
+is complete. If the writer dies, the next worker that sees it creates another lock file. No worker
+writes a step that is not later than the newest complete checkpoint. The next start of the run
+removes all lock files. docs/failures.md says why the checkpoint of the furthest worker is enough.
 """
 
 import logging
@@ -32,7 +23,8 @@ from trainer.checkpoints.last_step import is_saved, write_if_newer
 log = logging.getLogger(__name__)
 
 _POLL_SECS = 0.2
-# How long the chief may take to lock a step, before another worker does.
+# How long the chief may take to lock a step, before another worker does: it has written all
+# checkpoints so far, and may still be writing this one.
 _CHIEF_SECS = 5.0
 # How long to wait for the checkpoint of another worker. If it is not complete then, the storage is
 # slow: a second writer would not be faster.

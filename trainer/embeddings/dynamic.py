@@ -1,7 +1,7 @@
 """A table without a fixed number of rows: any int64 id may get a row, and may lose it again.
 
     table = DynamicTable([DynamicPart(layer, 0, num_parts=1)], layer)
-    table.numpy()                                   # sorted by id
+    ids, rows = table.ids_and_rows()                # sorted by id
     table.evict(step)                               # no step may be in flight
 
 A hash table maps an id to its place (the index of its row), its sightings (the number of steps that
@@ -17,7 +17,7 @@ So all decisions depend on steps and ids only, and not on the order in which wor
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,18 +27,13 @@ from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
 from strategies.base import value_of
-from trainer.embeddings.base import IDS, Graph, Ids, Index, Table
 from trainer.embeddings.dynamic_part import NUM_VALUES, Counts, DynamicPart
+from trainer.embeddings.table import IDS, Graph, Ids, Index, Table
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
 
 log = logging.getLogger(__name__)
-
-# The values of a table, by name: "ids" int64 [m], sorted; "use" int64 [m, 3]: 1 if the id has a
-# row, its sightings, its last step (0 if that is not kept); "rows" [n, width], optimizer slots
-# [n, ...] of ids with rows.
-Values = Mapping[str, npt.NDArray[np.generic]]
 
 
 class DynamicTable(Table):
@@ -50,11 +45,6 @@ class DynamicTable(Table):
         self._parts: Sequence[DynamicPart] = parts
         self.layer = layer
         self._has_warned = False
-        self.forget_slots()
-
-    @override
-    def forget_slots(self) -> None:
-        super().forget_slots()
         self._saved_step = 0
         step = tf.TensorSpec([], tf.int64)
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
@@ -67,7 +57,6 @@ class DynamicTable(Table):
             made.append(tf.function(no_autograph(call), input_signature=specs))
             return made[-1]
 
-        parts = self._parts
         self._last_steps_in_graph = graph([part.last_steps for part in parts])
         self._index_in_graph = graph([part.index for part in parts])
         self._evict_in_graph = graph([part.evict for part in parts], step)
@@ -111,12 +100,6 @@ class DynamicTable(Table):
                     f"{step:,}",
                 )
         self._set_index_in_graph(tf.constant(index["ids"]), tf.constant(use))
-
-    def numpy(self) -> Values:
-        """All ids and their rows, sorted by id, as in `Values`."""
-        index = self.index()
-        values = self.values_of(self.ids(index))
-        return {**index, **{name: value_of(value) for name, value in values.items()}}
 
     def ids_and_rows(self) -> tuple[Ids, npt.NDArray[np.generic]]:
         """The ids that have rows, sorted, and these rows."""

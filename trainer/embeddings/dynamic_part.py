@@ -21,8 +21,8 @@ from data.split_mix import GAMMA
 from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
-from trainer.embeddings.base import Part
-from trainer.embeddings.optimizers import after, capacity, gather_rows, scatter_rows
+from trainer.embeddings.optimizers import capacity, gather_rows, scatter_rows
+from trainer.embeddings.table import Part
 from trainer.step.random_layers import split_mix, uint64
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class DynamicPart(Part):
             with tf.control_dependencies([_grown(variable, first + num_new)]):
                 written.append(scatter_rows(variable, new_places, values))
         # The ids come last: a worker that finds an id finds its row, too.
-        with after(*written):
+        with tf.control_dependencies(written):
             more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
             counted = tf.raw_ops.AssignAddVariableOp(resource=self.counts.handle, value=more)
         is_changed = tf.ones_like(is_new) if self.keeps_last else place < 0
@@ -166,14 +166,14 @@ class DynamicPart(Part):
         # An update of an asynchronous worker may come late.
         last = tf.maximum(last, tf.cast(step, tf.int64) + 1)
         values = tf.stack([place, sightings, last], axis=1)
-        with after(counted):
+        with tf.control_dependencies([counted]):
             changed = tf.boolean_mask(ids, is_changed)
             inserted = self._insert(changed, tf.boolean_mask(values, is_changed))
-        with after(inserted):
+        with tf.control_dependencies([inserted]):
             return tf.identity(place)
 
     def index(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """All ids, int64 [m], in any order, and their use, int64 [m, 3] (`dynamic.Values`)."""
+        """All ids, int64 [m], in any order, and their use, int64 [m, 3] (`table.Index`)."""
         with tf.device(self.rows.device):
             ids, found = self._exported()
             has_row = tf.cast(found[:, :1] >= 0, tf.int64)
@@ -221,7 +221,7 @@ class DynamicPart(Part):
             moved = tf.boolean_mask(found, is_moved)
             variables = self.variables.values()
             written = [scatter_rows(v, gaps, gather_rows(v, moved[:, 0])) for v in variables]
-            with after(*written):
+            with tf.control_dependencies(written):
                 self._remove(tf.boolean_mask(ids, ~is_kept))
                 in_gaps = tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1)
                 self._insert(tf.boolean_mask(ids, is_moved), in_gaps)
@@ -271,7 +271,7 @@ def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
         assigned = tf.raw_ops.AssignVariableOp(
             resource=variable.handle, value=larger, validate_shape=False
         )
-        with after(assigned):
+        with tf.control_dependencies([assigned]):
             return tf.constant(True)
 
     return tf.cond(needed > size, grow, lambda: tf.constant(False))

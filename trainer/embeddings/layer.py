@@ -22,12 +22,11 @@ from typing_extensions import override
 from data.system.compat.own_gradients import with_gradient
 from data.system.compat.recomputing import compute_once
 from strategies.tables import making_part, part_rows, table_settings
-from trainer.embeddings.base import Part, of_parts
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.model_tables import ModelTables, add_lookup
 from trainer.embeddings.optimizers import TableOptimizer, table_optimizer, to_config
-from trainer.embeddings.table import FixedPart, FixedTable
+from trainer.embeddings.table import FixedPart, FixedTable, Part, of_parts
 from trainer.step.options import ConfigError
 
 # Rows that are initialised with one seed.
@@ -79,6 +78,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
     Attributes:
         table: The complete table, FixedTable or DynamicTable; None before the layer is built.
+        num_rows: The number of rows of the table; 0 if it is not fixed.
         parts: Its parts, FixedParts or DynamicParts.
         optimizer: A TableOptimizer.
         stores_rows: False in a dry run, and after `freeze`.
@@ -135,15 +135,15 @@ class ShardedEmbedding(keras.layers.Layer):
             ConfigError: an argument is out of range.
         """
         super().__init__(**kwargs)
-        object.__setattr__(self, "table", None)
-        object.__setattr__(self, "parts", [])
-        object.__setattr__(self, "frozen", [])
+        self._set_untracked(table=None, parts=[], frozen=[])
         if self.variable_dtype not in ("float32", "float64"):
             raise ConfigError(
                 f"ShardedEmbedding: rows are float32 or float64. Received: the dtype policy "
                 f'{self.dtype_policy.name}. Type dtype="mixed_bfloat16": it computes in bfloat16, '
                 "and the rows are float32."
             )
+        # As ids.max() + 1 is.
+        rows = rows.item() if isinstance(rows, np.integer) else rows
         self.rows, self.width = rows, width
         self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
         sizes = list(rows) if isinstance(rows, Sequence) else [0 if rows is None else rows]
@@ -151,35 +151,26 @@ class ShardedEmbedding(keras.layers.Layer):
         if not sizes or any(type(n) is not int or n < 1 for n in needed):
             raise ConfigError(
                 "ShardedEmbedding(rows, width): both must be whole numbers above 0, and rows may "
-                "be a list of them, or None for any ids. "
-                f"Received: rows={rows!r}, width={width!r}."
+                f"be a list of them, or None for any ids. Received: rows={rows!r}, width={width!r}."
             )
         limited = admit_after, evict_after, max_rows, evict_every
         for (name, least), given in zip(_LEAST.items(), limited, strict=True):
-            if type(given) is not int or given < least:
-                raise ConfigError(
-                    f"ShardedEmbedding: {name} must be a whole number of {least} or more. "
-                    f"Received: {given!r}."
-                )
+            is_valid = type(given) is int and given >= least
+            _check(name, given, is_valid, f"a whole number of {least} or more")
+        for name, value in (("l2", l2), ("clip_norm", clip_norm)):
+            is_valid = isinstance(value, int | float) and 0 <= value < float("inf")
+            _check(name, value, is_valid, "0 or more")
+        combiners = f"one of {', '.join(COMBINERS)}, or None"
+        _check("combiner", combiner, combiner in (None, *COMBINERS), combiners)
         if not self.is_dynamic and (admit_after > 1 or evict_after or max_rows):
             raise ConfigError(
                 "ShardedEmbedding: admit_after, evict_after and max_rows are for tables without a "
                 f"fixed number of rows. Received: rows={rows!r}. Type rows=None, or leave them out."
             )
-        if combiner not in (None, *COMBINERS):
-            raise ConfigError(
-                f"ShardedEmbedding: combiner must be one of {', '.join(COMBINERS)}, or None. "
-                f"Received: {combiner!r}."
-            )
         self.combiner = combiner
         self.admit_after, self.evict_after = admit_after, evict_after
         self.max_rows, self.evict_every = max_rows, evict_every
         self.evicts = bool(evict_after or max_rows)
-        for name, value in (("l2", l2), ("clip_norm", clip_norm)):
-            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ConfigError(
-                    f"ShardedEmbedding: {name} must be 0 or more. Received: {value!r}."
-                )
         self.optimizer = table_optimizer(optimizer)
         self.l2, self.clip_norm = float(l2), float(clip_norm)
         self.initializer = keras.initializers.get(initializer)
@@ -190,7 +181,7 @@ class ShardedEmbedding(keras.layers.Layer):
                 "whose values depend on the shape of the table."
             )
         self._sizes = tuple(sizes)
-        self._num_rows = sum(sizes)
+        self.num_rows = sum(sizes)
 
     @override
     def build(self, input_shape: Sequence[int | None]) -> None:
@@ -200,33 +191,40 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"Received: shape {tuple(input_shape)}. Leave combiner out for one id, or use "
                 "keras.Input((length,))."
             )
-        total = table_settings().num_parts
-        self.stores_rows = table_settings().has_rows
-        if self.is_dynamic:
-            dynamic = [DynamicPart(self, index, total) for index in range(total)]
-            object.__setattr__(self, "parts", dynamic)
-            object.__setattr__(self, "table", DynamicTable(dynamic, self))
-            return
         columns = input_shape[-1] if self.combiner is None else input_shape[-2]
         if isinstance(self.rows, Sequence) and columns != len(self._sizes):
             raise ValueError(
                 f"{self.name} has {len(self._sizes)} numbers of rows, so it needs ids of as many "
                 f"columns. Received: shape {tuple(input_shape)}."
             )
-        parts = []
-        for index in range(total):
-            of_part = part_rows(self._num_rows, index, total), self.width
-            with making_part(index, of_part):
-                weight = self.add_weight(
-                    shape=of_part if self.stores_rows else (0, self.width),
-                    initializer=functools.partial(self._initial_rows, index, total),
-                    name="embeddings" if total == 1 else f"embeddings_{index}",
-                )
-            parts.append(FixedPart(self, index, weight.value, of_part[0]))
-        path = f"{weight.path.rpartition('/')[0]}/embeddings"
-        # Not by Keras, which would save each part on its own.
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "table", FixedTable(parts, (self._num_rows, self.width), path))
+        total = table_settings().num_parts
+        self.stores_rows = table_settings().has_rows
+        self._set_untracked(parts=[self._make_part(index, total) for index in range(total)])
+        self._make_table()
+
+    def _make_part(self, index: int, num_parts: int) -> Part:
+        if self.is_dynamic:
+            return DynamicPart(self, index, num_parts)
+        of_part = part_rows(self.num_rows, index, num_parts), self.width
+        with making_part(index, of_part):
+            weight = self.add_weight(
+                shape=of_part if self.stores_rows else (0, self.width),
+                initializer=functools.partial(self._initial_rows, index, num_parts),
+                name="embeddings" if num_parts == 1 else f"embeddings_{index}",
+            )
+        return FixedPart(self, index, weight.value, of_part[0])
+
+    def _make_table(self) -> None:
+        """Makes the table of `parts`, which forget the slots of a former Learner of the model."""
+        for part in self.parts:
+            part.forget_slots()
+        kind = DynamicTable if self.is_dynamic else FixedTable
+        self._set_untracked(table=kind(self.parts, self))
+
+    def _set_untracked(self, **attributes: Any) -> None:
+        """Sets attributes that Keras does not see: it would save each part on its own."""
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
 
     def _initial_rows(
         self, index: int, num_parts: int, shape: Sequence[int], dtype: object = None
@@ -235,8 +233,8 @@ class ShardedEmbedding(keras.layers.Layer):
         if not self.stores_rows:
             return tf.zeros(shape, dtype)
         kept = []
-        for start in range(0, self._num_rows, _BLOCK_ROWS):
-            rows = min(_BLOCK_ROWS, self._num_rows - start)
+        for start in range(0, self.num_rows, _BLOCK_ROWS):
+            rows = min(_BLOCK_ROWS, self.num_rows - start)
             block = self._initializer_of_block(start)([rows, self.width], dtype)
             kept.append(block[(index - start) % num_parts :: num_parts])
         return kept[0] if len(kept) == 1 else tf.concat(kept, axis=0)
@@ -339,7 +337,7 @@ class ShardedEmbedding(keras.layers.Layer):
             for name, value in (("ids", ids), ("rows", rows))
         ]
         self._tracker.lock()
-        object.__setattr__(self, "frozen", frozen)
+        self._set_untracked(frozen=frozen)
         for weight, value in zip(self.frozen, (ids, rows), strict=True):
             weight.assign(value)
 
@@ -352,7 +350,7 @@ class ShardedEmbedding(keras.layers.Layer):
         former = self.table.ids_and_rows() if is_known else None
         self._drop_frozen()
         self.stores_rows = table_settings().has_rows
-        self.table.forget_slots()
+        self._make_table()
         if former and self.stores_rows:
             self.table.set_ids_and_rows(*former)
 
@@ -361,7 +359,7 @@ class ShardedEmbedding(keras.layers.Layer):
         for weight in self.frozen:
             self._non_trainable_variables.remove(weight)
         self._tracker.lock()
-        object.__setattr__(self, "frozen", [])
+        self._set_untracked(frozen=[])
 
     def _frozen_rows(self, ids: tf.Tensor) -> tf.Tensor:
         known, rows = (weight.value for weight in self.frozen)
@@ -422,6 +420,12 @@ class ShardedEmbedding(keras.layers.Layer):
         return children
 
 
+def _check(name: str, value: object, is_valid: bool, needed: str) -> None:
+    """Raises ConfigError if the argument `name` of the layer is not valid."""
+    if not is_valid:
+        raise ConfigError(f"ShardedEmbedding: {name} must be {needed}. Received: {value!r}.")
+
+
 def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
     """`rows`, rounded on `device` to the type in which they are sent. No gradient is rounded."""
     dtype = tf.as_dtype(table_settings().read_dtype)
@@ -439,12 +443,7 @@ def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
 def _expanded(rows: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
     """`rows`, [n, width], at `place`, [m]; the gradient sums the rows of equal places."""
 
-    @tf.custom_gradient
-    def expand(rows: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return tf.math.unsorted_segment_sum(upstream, place, tf.shape(rows)[0])
+    def summed(upstream: tf.Tensor) -> tf.Tensor:
+        return tf.math.unsorted_segment_sum(upstream, place, tf.shape(rows)[0])
 
-        return tf.gather(rows, place), gradient
-
-    expanded: tf.Tensor = expand(rows)
-    return expanded
+    return with_gradient("ExpandedRows", lambda: tf.gather(rows, place), rows, summed)

@@ -15,9 +15,9 @@ from typing_extensions import override
 from strategies.base import Executor
 from strategies.metrics import Pairs
 from trainer.checkpoints.store import Store
-from trainer.embeddings.base import Part
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.saved import StagedTables, table_values
+from trainer.embeddings.table import Part
 from trainer.hooks.base import Hook, PeriodicHook
 from trainer.step.options import ConfigError, Options
 

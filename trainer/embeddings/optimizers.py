@@ -8,7 +8,6 @@ The formulas are those of Keras, except of RowWiseAdagrad, which Keras does not 
 LazyAdam: Adam would change all rows in each step. `ids` are unique.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ class RowWiseAdagrad(Adagrad):
         added = tf.raw_ops.ResourceScatterAdd(
             resource=accumulator.handle, indices=ids, updates=squares
         )
-        with after(added):
+        with tf.control_dependencies([added]):
             total = gather_rows(accumulator, ids)
         scale = 1 / (tf.sqrt(total) + self.epsilon)
         return _subtract(table, ids, gradients * scale[:, tf.newaxis], rate)
@@ -182,8 +181,8 @@ class LazyAdam(TableOptimizer):
         v = gather_rows(slots["velocity"], ids)
         m += (1 - self.beta_1) * (gradients - m)
         v += (1 - self.beta_2) * (tf.square(gradients) - v)
-        written = scatter_rows(slots["momentum"], ids, m), scatter_rows(slots["velocity"], ids, v)
-        with after(*written):
+        written = [scatter_rows(slots["momentum"], ids, m), scatter_rows(slots["velocity"], ids, v)]
+        with tf.control_dependencies(written):
             return _subtract(table, ids, m / (tf.sqrt(v) + self.epsilon), corrected)
 
 
@@ -219,13 +218,6 @@ def to_config(optimizer: TableOptimizer) -> dict[str, object]:
     """`optimizer` as JSON values."""
     (name,) = (name for name, kind in OPTIMIZERS.items() if kind is type(optimizer))
     return {"name": name, **dataclasses.asdict(optimizer)}
-
-
-def after(*ops: tf.Operation | None) -> contextlib.AbstractContextManager[None]:
-    """Ops that are made inside come after `ops`; those of eager code are None."""
-    context: contextlib.AbstractContextManager[None]
-    context = tf.control_dependencies([op for op in ops if op is not None])
-    return context
 
 
 def gather_rows(variable: tf.Variable, ids: tf.Tensor) -> tf.Tensor:

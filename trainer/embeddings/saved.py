@@ -13,7 +13,7 @@ by the number of the table:
 | --- | --- |
 | `0/rows`, and a name for each optimizer slot | [n, ...], in the order of the ids |
 | `0/changed` | int64 [n]: the ids of these rows, if the file has only those that were changed |
-| `0/ids`, `0/use` | of a table of dynamic ids: all ids, and their use (`dynamic.Values`) |
+| `0/ids`, `0/use` | of a table of dynamic ids: all ids, and their use (`table.Index`) |
 
 With `complete_every` above 1 a checkpoint may have only the rows that were changed since the one
 before. Its chain, which its mark names, begins with a checkpoint that has all rows.
@@ -36,7 +36,7 @@ from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError, Mark, complete_mark, own_mark
 from trainer.checkpoints.retention import Chain
 from trainer.checkpoints.store import Store
-from trainer.embeddings.base import Ids, Table, ids_with_rows
+from trainer.embeddings.table import Ids, Table, ids_with_rows
 from trainer.exit_codes import first_line
 
 PREFIX = "tables"
@@ -308,6 +308,5 @@ def _pieces(ids: Ids, table: Table) -> Iterator[tuple[int, Ids]]:
 
 def _slice(shape: Sequence[int], start: int, size: int) -> str:
     """TensorFlow's description of `size` rows, from `start` on, of a tensor of `shape`."""
-    others = ":".join(["-"] * (len(shape) - 1))
-    rows = f"{start},{size}"
-    return f"{' '.join(map(str, shape))} {rows}{':' if others else ''}{others}"
+    slices = ":".join([f"{start},{size}", *["-"] * (len(shape) - 1)])
+    return f"{' '.join(map(str, shape))} {slices}"

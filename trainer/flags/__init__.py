@@ -241,10 +241,11 @@ HOST_LIST = _DEFINE_string("hosts", None, scope=Scope(_CLUSTERS, SOURCE))
 PORT = _DEFINE_integer(
     "port", None, lower_bound=1, upper_bound=65535, scope=Scope(_CLUSTERS, SOURCE)
 )
-_PS_HOSTS = _DEFINE_string("ps_hosts", None, scope=Scope(_PS))
-_CHIEF_HOSTS = _DEFINE_string("chief_hosts", None, scope=Scope(_PS))
-_WORKER_HOSTS = _DEFINE_string("worker_hosts", None, scope=Scope(_CLUSTERS))
-HOSTS = {"ps": _PS_HOSTS, "worker": _WORKER_HOSTS, "chief": _CHIEF_HOSTS}
+HOSTS = {
+    "ps": _DEFINE_string("ps_hosts", None, scope=Scope(_PS, HOSTS_OF_TASKS)),
+    "chief": _DEFINE_string("chief_hosts", None, scope=Scope(_PS, HOSTS_OF_TASKS)),
+    "worker": _DEFINE_string("worker_hosts", None, scope=Scope(_CLUSTERS, HOSTS_OF_TASKS)),
+}
 JOB_NAME = _DEFINE_string("job_name", None, scope=Scope(_CLUSTERS, HOSTS_OF_TASKS))
 TASK_INDEX = _DEFINE_integer("task_index", None, scope=Scope(_CLUSTERS, HOSTS_OF_TASKS))
 EXISTING_SERVERS = _DEFINE_boolean("existing_servers", False, scope=Scope(_PS, HOSTS_OF_TASKS))
@@ -284,11 +285,6 @@ def values_of(group: type) -> dict[str, Any]:
 
 def strategy_words() -> list[str]:
     """Returns --strategy, and the given flags of its options, as words of a command line."""
-    hosts = {flag.name for flag in HOSTS.values()}
     kept = [ANYWHERE, LOCAL] + [LOCAL_OR_HOSTS] * (HOST_LIST.value is None)
-    names = [
-        name
-        for name, scope in SCOPES.items()
-        if FLAGS[name].present and scope.where in kept and name not in hosts
-    ]
-    return [FLAGS[name].serialize() for name in ("strategy", *names)]
+    given = [name for name in SCOPES if FLAGS[name].present and SCOPES[name].where in kept]
+    return [FLAGS[name].serialize() for name in ("strategy", *given)]

@@ -6,7 +6,7 @@
 TensorFlow is not imported: a mistake is reported at once.
 """
 
-import math
+import dataclasses
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -59,14 +59,15 @@ def read_recipe() -> Recipe:
             object_store.require()
         except object_store.MissingObstoreError as error:
             raise ConfigError(str(error.strerror)) from None
-    return load_recipe(flags.FLAGS["config"].config_filename, config)
+    recipe = load_recipe(flags.FLAGS["config"].config_filename)
+    return dataclasses.replace(recipe, config=config)
 
 
 def _check_epochs() -> None:
     epochs = flags.EPOCHS.value
     if epochs is None:
         return
-    if not 0 < epochs < math.inf:
+    if epochs <= 0:
         raise ConfigError(f"--epochs must be above 0. Received: {epochs}. Type --epochs=10.")
     names = ("train_steps", "config.train_steps")
     if any(name in flags.FLAGS and flags.FLAGS[name].present for name in names):
@@ -88,13 +89,11 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
         return None
     if inherited := os.environ.pop(METRICS_FD, None):
         return socket.socket(fileno=int(inherited))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # The first of IPv4 if there is one: localhost is 127.0.0.1, too.
-        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return when_released(
-            lambda: socket.create_server(address, family=family, dualstack_ipv6=both)
+            lambda: socket.create_server((host, port), family=family, dualstack_ipv6=both)
         )
     except OSError as error:
         raise ConfigError(

@@ -7,17 +7,15 @@ gRPC only if a cluster is described.
 """
 
 import logging
-import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from data.system.files import is_url
 from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted
-from strategies.cluster.sources.clouds import with_resource_config
 from strategies.cluster.sources.finding import is_described
 from strategies.cluster.sources.hosts import entries_of, from_hosts, here
 from strategies.cluster.tf_config import Cluster, local_cluster, parse_hosts, parse_tf_config
@@ -73,10 +71,6 @@ def _check_elastic(cluster: Cluster | None) -> None:
             f"{given} is more than the {most} {what}, so that training would never begin. Type "
             f"--min_workers={most}, or less."
         )
-    if not math.isfinite(flags.REJOIN_SECS.value):
-        raise ConfigError(
-            f"--rejoin_secs={flags.REJOIN_SECS.value}: it must be finite. Type --rejoin_secs=60."
-        )
     for name in ("keep_serving", "chief_timeout_secs"):
         if flags.STRATEGY.value == "ps" and flags.FLAGS[name].present:
             raise ConfigError(
@@ -112,9 +106,9 @@ def _check_source() -> None:
         raise ConfigError(
             f"--hosts and --cluster={source} are two descriptions of the cluster. Leave one out."
         )
-    if source == "local" and (given := by_tasks or _given(flags.HOSTS_OF_TASKS)):
+    if source not in ("auto", "tf_config", "hosts") and (given := _given(flags.HOSTS_OF_TASKS)):
         raise ConfigError(
-            f"--cluster=local is a cluster on this machine, and --{given[0]} describes another. "
+            f"--cluster={source} is a description of the cluster, and --{given[0]} is of another. "
             "Leave one out."
         )
     described = ["TF_CONFIG"] * (is_set and source in ("auto", "tf_config"))
@@ -128,7 +122,7 @@ def _check_source() -> None:
 def _cluster_of_source() -> Found | None:
     """The cluster of --hosts or of a scheduler's environment; None if that is not the source."""
     source, strategy = flags.CLUSTER.value, flags.STRATEGY.value
-    by_tasks = any(flag.value is not None for flag in flags.HOSTS.values())
+    by_tasks = flags.HOST_LIST.value is None and _given(flags.HOSTS_OF_TASKS)
     is_elsewhere = source in ("local", "tf_config") or by_tasks or strategy == "mirrored"
     if is_elsewhere or (source == "auto" and is_described(os.environ)):
         return None
@@ -142,7 +136,7 @@ def _cluster_of_source() -> Found | None:
         job = flags.JOB_NAME.value
         task = None if job is None else (job, flags.TASK_INDEX.value)
         return from_hosts(flags.HOST_LIST.value, wanted, task, here())
-    return finding.find(source, with_resource_config(os.environ), wanted)
+    return finding.find(source, os.environ, wanted)
 
 
 def _cluster_of_tf_config(is_launched: bool) -> Cluster | None:
@@ -151,9 +145,7 @@ def _cluster_of_tf_config(is_launched: bool) -> Cluster | None:
     if text is None or not is_described(os.environ):
         return _cluster_of_flags(hosts, strategy)
     # A launcher has made TF_CONFIG of these flags.
-    if not is_launched and (
-        given := [*(f"{job}_hosts" for job in hosts), *_given(flags.HOSTS_OF_TASKS)]
-    ):
+    if not is_launched and (given := _given(flags.HOSTS_OF_TASKS)):
         raise ConfigError(
             f"TF_CONFIG is set, and --{given[0]} is given: two descriptions of the cluster. Leave "
             f"--{given[0]} out, or `unset TF_CONFIG`."
@@ -259,11 +251,11 @@ def _check_role_flags(cluster: Cluster) -> None:
         )
 
 
-def cluster_here(choose_ports: Callable[[int], list[int]] = free_ports) -> Cluster:
+def cluster_here() -> Cluster:
     """Returns the cluster on this machine that --workers and --ps describe."""
     strategy = flags.STRATEGY.value
     num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
-    return local_cluster(strategy, num_workers, flags.PS.value, choose_ports)
+    return local_cluster(strategy, num_workers, flags.PS.value)
 
 
 def most_workers() -> int:

@@ -1,6 +1,6 @@
 """`--model_dir=RUN` alone continues RUN: its config file, config and flags come from config.json.
 
-    settings = settings_of_run(argv, local_flags)       # before the flags are parsed
+    settings = settings_of_run(argv)            # before the flags are parsed
     print_next(exit_code, "runs/a")             # after a run: what to type
 
 Flags on the command line take precedence. With --config nothing is taken from config.json.
@@ -17,13 +17,11 @@ from data.system.files import exists, is_url, shown
 from trainer.config import PYTHON_CONFIG, ConfigError, flatten_as, load_recipe
 from trainer.config_file import split_target
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
+from trainer.flags import HOSTS, LOCAL, LOCAL_OR_HOSTS, SCOPES
 from trainer.run_files import Document, RunFiles
 
 if TYPE_CHECKING:
     from strategies.cluster.tf_config import Cluster
-
-# Flags that describe a cluster of several hosts: then no cluster on this machine is continued.
-_DESCRIPTIONS = ("worker_hosts", "ps_hosts", "chief_hosts", "hosts")
 
 
 class Settings(NamedTuple):
@@ -34,7 +32,7 @@ class Settings(NamedTuple):
     flags: list[str]
 
 
-def values_of(argv: Sequence[str]) -> dict[str, str]:
+def _values_in(argv: Sequence[str]) -> dict[str, str]:
     """Returns the flags of a command line that is not parsed yet: name -> value, or ""."""
     values = {}
     for argument, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
@@ -44,13 +42,12 @@ def values_of(argv: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> Settings | None:
+def settings_of_run(argv: Sequence[str]) -> Settings | None:
     """Returns the settings of the run in --model_dir, if it exists and `argv` has no --config.
 
-    Flags that `argv` has are left out. `local_flags` are for a cluster on this machine. Raises
-    ConfigError if the config file is gone.
+    Flags that `argv` has are left out. Raises ConfigError if the config file is gone.
     """
-    given = values_of(argv)
+    given = _values_in(argv)
     model_dir = given.get("model_dir", "")
     if "config" in given or not model_dir or is_url(model_dir):
         return None
@@ -62,7 +59,7 @@ def settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> Settings
     if given.get("strategy", document["strategy"]) == document["strategy"]:
         of_strategy = document.get("flags", [f"--strategy={document['strategy']}"])
         if document["strategy"] != "mirrored":
-            ignored = _ignored(given, local_flags)
+            ignored = _ignored(given)
             of_strategy = [word for word in of_strategy if _name_of(word) not in ignored]
         words = [word for word in of_strategy if _name_of(word) not in given]
     return Settings(document["recipe"], _fields(document, model_dir), words)
@@ -72,17 +69,20 @@ def _name_of(word: str) -> str:
     return word.lstrip("-").partition("=")[0].removeprefix("no")
 
 
-def _ignored(given: Mapping[str, str], local_flags: Sequence[str]) -> set[str]:
+def _ignored(given: Mapping[str, str]) -> set[str]:
     """Returns the local flags that a described cluster, or that of a scheduler, would ignore."""
     # Not above: a run of one process does without it.
     from strategies.cluster.sources.finding import found_by_auto, is_described, size_flags
 
-    has_cluster = is_described(os.environ) or any(name in given for name in _DESCRIPTIONS)
+    descriptions = {"hosts", *(flag.name for flag in HOSTS.values())}
+    has_cluster = is_described(os.environ) or not descriptions.isdisjoint(given)
     source = "hosts" if "hosts" in given else None
     if not has_cluster and given.get("cluster") != "local":
         source = found_by_auto(os.environ)
-    kept = size_flags(source) if source else ()
-    return set(local_flags) - set(kept) if has_cluster or source else set()
+    if not (has_cluster or source):
+        return set()
+    local = {name for name, scope in SCOPES.items() if scope.where in (LOCAL, LOCAL_OR_HOSTS)}
+    return local.difference(size_flags(source) if source else ())
 
 
 def _fields(document: Document, model_dir: str) -> dict[str, object]:

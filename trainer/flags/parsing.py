@@ -7,6 +7,7 @@ message = wrong_value(str(error), values, parsers)
 """
 
 import difflib
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from data.system.flags import check_utf8, show_help, with_home
 from trainer import flags
 from trainer.exit_codes import EXIT_USAGE
 from trainer.flags import FLAGS
+from trainer.flags.config_help import completion_script, describe_fields, describe_flags
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -48,7 +50,8 @@ _SYNONYMS = {
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
-    show_help(argv, _describe_fields, short=_describe_flags)
+    synopsis = sys.modules["__main__"].__doc__ or ""
+    show_help(argv, _describe_fields, short=lambda: describe_flags(synopsis))
     try:
         return parse_words(argv)
     except UsageError as error:
@@ -74,12 +77,9 @@ def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) 
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
     path, fields = paths[0] if paths else flags.DEFAULT_CONFIG, {}
-    if not paths:
-        local = (flags.LOCAL, flags.LOCAL_OR_HOSTS)
-        local_flags = [name for name, scope in flags.SCOPES.items() if scope.where in local]
-        if settings := settings_of_run(argv, local_flags):
-            path, fields = settings.config, settings.fields
-            others = [*settings.flags, *others]
+    if not paths and (settings := settings_of_run(argv)):
+        path, fields = settings.config, settings.fields
+        others = [*settings.flags, *others]
     FLAGS["config"].parser.fields = {**fields, **(given or {})}
     # The tasks of a cluster on this machine get the command line of their launcher, and read the
     # settings of the run as it does. ml_collections needs --config before its fields.
@@ -89,10 +89,9 @@ def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) 
     try:
         rest: list[str] = FLAGS(argv)
         if flags.COMPLETION.value is not None:
-            from trainer.flags.config_help import completion_script
-
             print(completion_script(flags.COMPLETION.value, config))
             sys.exit(0)
+        _check_finite()
         return rest
     except (AttributeError, LookupError, TypeError, ValueError, absl.flags.Error) as error:
         message = "" if isinstance(error, UsageError) else _explained(argv, config, error)
@@ -101,15 +100,18 @@ def parse_words(argv: Sequence[str], given: Mapping[str, object] | None = None) 
     raise ConfigError(message)
 
 
-def _describe_flags() -> str:
-    from trainer.flags.config_help import describe_flags
+def _check_finite() -> None:
+    """Raises ConfigError for a flag that is infinite or not a number: no bound excludes NaN."""
+    from trainer.config import ConfigError
 
-    return describe_flags(sys.modules["__main__"].__doc__ or "")
+    for flag in FLAGS.get_flags_for_module(flags):
+        if isinstance(flag.value, float) and not math.isfinite(flag.value):
+            advice = f"Type --{flag.name}={flag.default:g}" if flag.default else "Leave it out"
+            raise ConfigError(f"--{flag.name}={flag.value} must be a finite number. {advice}.")
 
 
 def _describe_fields() -> str:
     from trainer.config import Config
-    from trainer.flags.config_help import describe_fields
 
     return describe_fields(Config())
 

@@ -1,10 +1,9 @@
 """The cluster or the task that the flags describe, its directory, and the checks before it starts.
 
-    model_dir_of(recipe)    # "runs/digits-ps-batch_size=128-20261126-204142"
+    model_dir_of(recipe)    # "runs/digits-ps-batch_size=128-20261126-204142-3f2a9c"
     cluster = read_cluster(is_launched=False)               # None: one process
     exit_code = check_before_launch(recipe, cluster)        # READY: the tasks can be started
     spec = task_spec(recipe, cluster, model_dir_of(recipe))
-    with reserved(spec.model_dir) as model_dir:             # no other run gets it
 
 The name of a new directory says what was changed on the command line. Fields that say where things
 are, and how often they are written, are left out: they do not change what is learnt.
@@ -13,12 +12,9 @@ TensorFlow, and what imports it, is imported in the functions: a launcher checks
 own process stays without TensorFlow. What only a cluster needs is imported there, too.
 """
 
-import contextlib
-import itertools
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +22,7 @@ from strategies.transfer import Transfer
 from trainer import flags, tf_setup
 from trainer.config import Recipe, flatten, overridden_fields, to_json
 from trainer.config_checks import check_replicas
-from trainer.exit_codes import EXIT_DONE, remove_empty, reserved_directories
+from trainer.exit_codes import EXIT_DONE
 from trainer.flags import checks
 from trainer.run_files import metric_words
 from trainer.task_spec import TaskSpec
@@ -55,45 +51,15 @@ def is_default_dir() -> bool:
 
 
 def model_dir_of(recipe: Recipe) -> str:
-    """The directory of --model_dir, or a new one under runs/."""
+    """Returns --model_dir, or a new name under runs/, which no run of the same second has."""
     if flags.MODEL_DIR.value is not None:
         given = str(flags.MODEL_DIR.value)
         # Not the link, which will point to another run while this one goes on.
         return os.path.realpath(given) if os.path.islink(given.rstrip("/")) else given
     name = Path(recipe.files[0]).stem if recipe.files else "python"
     words = [name, flags.STRATEGY.value, *changes(recipe)]
-    return str(Path("runs") / "-".join([*words, time.strftime("%Y%m%d-%H%M%S")]))
-
-
-@contextlib.contextmanager
-def reserved(model_dir: str) -> Iterator[str]:
-    """Makes the default directory, and removes what it made at the end if it is empty then.
-
-    If another run has the name, -2, -3 and so on is appended: runs that start in the same second
-    are different runs. A given --model_dir is left as it is.
-
-    Raises ModelDirError or DiskError if the directory cannot be made.
-    """
-    if flags.MODEL_DIR.value is not None or flags.CHECK.value:
-        yield model_dir
-        return
-    from trainer.model_dir import disk_errors_explained
-
-    parent = os.path.dirname(model_dir)
-    has_parent = os.path.exists(parent)
-    for number in itertools.count(1):
-        path = model_dir if number == 1 else f"{model_dir}-{number}"
-        with disk_errors_explained(path), contextlib.suppress(FileExistsError):
-            os.makedirs(path)
-            break
-    made = [path] if has_parent else [path, parent]
-    reserved_directories.extend(made)
-    try:
-        yield path
-    finally:
-        remove_empty(made)  # Not if the run has begun.
-        for directory in made:
-            reserved_directories.remove(directory)
+    words += [time.strftime("%Y%m%d-%H%M%S"), os.urandom(3).hex()]
+    return str(Path("runs") / "-".join(words))
 
 
 def changes(recipe: Recipe) -> list[str]:
@@ -196,12 +162,10 @@ def set_train_steps(recipe: Recipe) -> None:
         recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
 
 
-def says_finished(
-    recipe: Recipe, model_dir: str, *, hides_gpus: bool = True, dashes: str = "--"
-) -> bool:
+def says_finished(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> bool:
     """Returns True, and prints the result, if the run in `model_dir` is finished.
 
-    `hides_gpus`: as of preflight. `dashes` precede the names of options: none in Python.
+    `hides_gpus`: as of preflight.
     """
     tf_setup.import_tensorflow()
     from trainer.model_dir import finished_result
@@ -216,7 +180,7 @@ def says_finished(
     measured = "  ".join(metric_words(result["eval"]))
     print(
         f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "
-        f"{dashes}train_steps; to train anew, give another {dashes}model_dir."
+        "--train_steps; to train anew, give another --model_dir."
     )
     return True
 

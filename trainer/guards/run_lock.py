@@ -26,8 +26,6 @@ RUN_LOCK = ".lock"
 _SETTLING_SECS = 30.0
 _MOST_CHARACTERS = 1000  # Of the name of the holder.
 
-Say = Callable[[str], None]
-
 
 class LockedError(RunFailed):
     """Another run uses this MODEL_DIR. Exit code 75: start again when it has ended."""
@@ -41,11 +39,11 @@ def longest_wait_secs(grace_secs: float) -> float:
 
 
 @contextlib.contextmanager
-def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
+def locked(model_dir: str, wait_secs: float, say: Callable[[str], None]) -> Iterator[bool]:
     """Holds the lock within the context. The value: True if it had to wait.
 
     If no file of a run was written to a new or empty `model_dir`, the lock's file is removed at
-    the end, and a `model_dir` that it made, too.
+    the end, and so are `model_dir` and its parent if it has made them.
 
     `say` gets a message before it waits, or if nothing can be locked.
 
@@ -54,8 +52,9 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
     if is_url(model_dir):
         yield False
         return
-    has_waited, is_new = False, not os.path.exists(model_dir)
-    is_empty = is_new or (os.path.isdir(model_dir) and not os.listdir(model_dir))
+    has_waited = False
+    to_make = [d for d in (model_dir, os.path.dirname(model_dir)) if d and not os.path.exists(d)]
+    is_empty = bool(to_make) or (os.path.isdir(model_dir) and not os.listdir(model_dir))
     path = os.path.join(model_dir, RUN_LOCK)
     deadline = time.monotonic() + wait_secs
 
@@ -91,5 +90,5 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
             with contextlib.suppress(OSError):
                 if is_empty and os.listdir(model_dir) == [RUN_LOCK]:
                     os.remove(path)
-                    if is_new:
-                        os.rmdir(model_dir)
+                    for directory in to_make:
+                        os.rmdir(directory)

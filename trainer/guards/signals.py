@@ -26,7 +26,9 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Self
 
-from trainer.exit_codes import EXIT_RESTART, remove_empty, reserved_directories
+from typing_extensions import override
+
+from trainer.exit_codes import EXIT_RESTART
 
 log = logging.getLogger(__name__)
 
@@ -41,26 +43,12 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU, *hangup)
 
 
-class Repetitions:
-    """Tells signals that repeat the first one from later ones."""
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-
-    def includes_now(self, signum: int) -> bool:
-        """Called for each signal: returns True if it repeats the first one."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = now
-            return False
-        return signum in (signal.SIGHUP, signal.SIGXCPU) or now - self._first < _REPETITION_SECS
-
-
 class SignalThread:
     """While the context is open, `callback` is called on a thread with the number of each signal.
 
-    Used in the main thread. The callback must not wait for that thread. If it raises an error, the
-    process ends with 75, because later signals would have no effect.
+    Signals that repeat the first one are left out. Used in the main thread. The callback must not
+    wait for that thread. If it raises an error, the process ends with 75, because later signals
+    would have no effect.
     """
 
     def __init__(
@@ -69,10 +57,14 @@ class SignalThread:
         callback: Callable[[int], None],
         also_read: Collection[int] = (),
     ) -> None:
-        """Sets the handlers of `numbers`. The caller sets the handlers of `also_read`."""
+        """Sets the handlers of `numbers`.
+
+        The caller sets the handlers of `also_read`, of which none is a repetition.
+        """
         self._numbers = numbers
         self._callback = callback
-        self._read_numbers = {*numbers, *also_read}
+        self._also_read = also_read
+        self._first_at: float | None = None
 
     def __enter__(self) -> Self:
         self._reader, self._writer = socket.socketpair()
@@ -100,7 +92,7 @@ class SignalThread:
 
     def _read(self) -> None:
         while numbers := self._reader.recv(1):
-            if numbers[0] in self._read_numbers:
+            if self._is_due(numbers[0]):
                 try:
                     self._callback(numbers[0])
                 except BaseException:
@@ -109,18 +101,27 @@ class SignalThread:
                     os._exit(EXIT_RESTART)
         self._reader.close()
 
+    def _is_due(self, number: int) -> bool:
+        """Returns True if the callback is called for the signal `number`, which came now."""
+        if number not in self._numbers:
+            return number in self._also_read
+        if self._first_at is None:
+            self._first_at = time.monotonic()
+            return True
+        is_late = time.monotonic() - self._first_at >= _REPETITION_SECS
+        return is_late and number not in (signal.SIGHUP, signal.SIGXCPU)
 
-class StopSignals:
+
+class StopSignals(SignalThread):
     """Handles stop signals while the context is open. Used in the main thread."""
 
     def __init__(self) -> None:
+        super().__init__(stop_signals(), self._on_signal, also_read=[signal.SIGUSR1])
         self._stop: Callable[[], None] | None = None
         self._peer_lost: Callable[[], object] | None = None
-        self._repetitions = Repetitions()
         self._grace_secs = 0.0
         self._overdue: threading.Timer | None = None
         self._is_stop_requested = False
-        self._thread = SignalThread(stop_signals(), self._on_signal, also_read=[signal.SIGUSR1])
 
     def on_stop(self, stop: Callable[[], None], grace_secs: float) -> None:
         """From now on, the first signal calls `stop` on another thread.
@@ -129,7 +130,7 @@ class StopSignals:
         """
         self._stop, self._grace_secs = stop, grace_secs
         # Again, because the coordination service of a multiworker cluster replaces SIGTERM's.
-        self._thread.set_handlers()
+        self.set_handlers()
 
     def on_peer_lost(self, callback: Callable[[], object] | None) -> None:
         """From now on, SIGUSR1 calls `callback` on another thread.
@@ -139,12 +140,9 @@ class StopSignals:
         self._peer_lost = callback
         signal.signal(signal.SIGUSR1, signal.SIG_DFL if callback is None else lambda *_: None)
 
-    def __enter__(self) -> Self:
-        self._thread.__enter__()
-        return self
-
+    @override
     def __exit__(self, *exc_info: object) -> None:
-        self._thread.__exit__(*exc_info)
+        super().__exit__(*exc_info)
         if self._overdue is not None:
             self._overdue.cancel()
 
@@ -153,12 +151,9 @@ class StopSignals:
             if callback := self._peer_lost:
                 threading.Thread(target=callback, name="peer lost", daemon=True).start()
             return
-        if self._repetitions.includes_now(number):
-            return
         name = signal.Signals(number).name
         if self._is_stop_requested or self._stop is None:
             log.warning("%s: this task ends at once.", name)
-            remove_empty(reserved_directories)
             os._exit(EXIT_RESTART)
         log.warning(
             "%s: this task saves and ends after the steps in flight. Send the signal again to "

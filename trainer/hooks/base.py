@@ -12,12 +12,14 @@ multiple was crossed. building.py decides which task has which hook; no hook ask
 """
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from typing_extensions import override
 
 from strategies.metrics import Metrics
+from trainer.config_file import errors_explained
 from trainer.exit_codes import EXIT_RESTART
 
 NEVER = 2**62
@@ -52,10 +54,9 @@ class Hook:
         """Called after each call of the executor, with the metrics of its steps."""
 
     def catch_up(self, step: int) -> None:
-        """Called after `begin` in a run that resumes from a checkpoint of `step`.
+        """Called after `begin` if the run resumes at `step`.
 
-        The former process may have ended before it called the hooks: the metrics of `step` may be
-        lost.
+        The former process may have ended before it called the hooks at `step`.
         """
 
     def end(self, step: int) -> None:
@@ -81,9 +82,13 @@ class CatchUp(Hook):
                 hook.catch_up(step)
 
 
-def next_multiple(step: int, every_steps: int) -> int:
-    """Returns the first multiple of `every_steps` after `step`; NEVER if `every_steps` is 0."""
-    return (step // every_steps + 1) * every_steps if every_steps else NEVER
+def next_multiple(step: int, every_steps: int, last_step: int = NEVER) -> int:
+    """Returns the first step after `step` that is a multiple of `every_steps`, or `last_step`.
+
+    With `every_steps` 0 there are no multiples; NEVER if there is no such step.
+    """
+    due = (step // every_steps + 1) * every_steps if every_steps else NEVER
+    return min(due, last_step) if step < last_step else due
 
 
 @dataclass(eq=False, kw_only=True)
@@ -109,8 +114,7 @@ class PeriodicHook(Hook, abc.ABC):
 
     @override
     def next_step(self, step: int) -> int:
-        due = next_multiple(step, self.every_steps)
-        return min(due, self.last_step) if step < self.last_step else due
+        return next_multiple(step, self.every_steps, self.last_step)
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
@@ -127,3 +131,13 @@ class PeriodicHook(Hook, abc.ABC):
     def _act(self, step: int) -> None:
         self._acted_step = step
         self.act(step)
+
+
+def built_by_user(what: str, build: Callable[..., object], *arguments: object) -> list[Any]:
+    """Returns what `build` of a config file returns: a list, or one object. Errors name `what`.
+
+    The caller checks the types.
+    """
+    with errors_explained(what):
+        returned = build(*arguments)
+        return list(returned) if isinstance(returned, Iterable) else [returned]

@@ -8,17 +8,14 @@ writes and exports.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import keras
 
 from data.system.files import is_s3
 from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Config, ConfigError, Recipe, flatten
-from trainer.config_file import errors_explained
-from trainer.hooks.base import Hook
+from trainer.hooks.base import Hook, built_by_user
 from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.console import Console, NotebookBar, is_kernel
 from trainer.hooks.digest import DigestLines
@@ -30,7 +27,7 @@ from trainer.hooks.report import Report
 from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
 from trainer.hooks.stops import StopOnNonFinite
 from trainer.hooks.tracking import build_trackers
-from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
+from trainer.hooks.writers import JsonLines, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
 from trainer.models import build_model
@@ -113,20 +110,15 @@ def shared_hooks(
 
 
 def chief_hooks(parts: Parts, console: Console, config_document: Document) -> list[Hook]:
-    """The hooks of the chief: the shared hooks, and the hooks that write, in their order.
-
-    `config_document` is what config.json holds.
-    """
+    """The hooks of the chief, in the order of their calls. config.json has `config_document`."""
     spec, recipe, config = parts.spec, parts.spec.recipe, parts.spec.recipe.config
     appended = RunFiles(local_dir(spec.model_dir))
-    lines = build_json_lines(appended.metrics, parts.inputs, parts.learner)
-    json_lines = Lossy(lines, appended.metrics)
+    json_lines = build_json_lines(appended.metrics, parts.inputs, parts.learner)
     tensorboard = TensorBoard(
         appended.tensorboard,
         hparams={**_hparams(config), "strategy": config_document["strategy"]},
         metrics=parts.learner.objective.metric_names,
     )
-    lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
     hooks: list[Hook] = []
 
     def is_complete() -> bool:
@@ -135,8 +127,8 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
 
     trackers = build_trackers(recipe, spec.model_dir, config_document, is_complete=is_complete)
     progress = progress_writers(spec.metrics_listener, spec.model_dir, config.train_steps)
-    writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
-    writing: list[Hook] = [json_lines, lossy_tensorboard, console]
+    writers: list[Writer] = [console, json_lines, tensorboard, *progress, *trackers]
+    writing: list[Hook] = []
     if not is_s3(spec.model_dir):
         keep_config = KeepConfig(
             RunFiles(spec.model_dir),
@@ -144,7 +136,8 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
             every_steps=config.checkpoint_every_steps,
             last_step=config.train_steps,
         )
-        writing.insert(0, keep_config)
+        writing.append(keep_config)
+    writing += [json_lines, tensorboard, console]
     if is_kernel():
         writing.append(NotebookBar(config.train_steps, parts.executor.pace))
     report = Report(
@@ -178,7 +171,7 @@ def chief_hooks(parts: Parts, console: Console, config_document: Document) -> li
         checkpointer=parts.checkpointer,
         writing=[*writing, report],
         writers=writers,
-        history=lines.read,
+        history=json_lines.read,
         before_save=before_save,
     )
     if spec.ps_standby:
@@ -221,18 +214,12 @@ def build_json_lines(path: str, inputs: Inputs, learner: Learner | None = None) 
 def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
     assert recipe.build_hooks is not None
     what = f"build_hooks(config, model_dir) of {recipe.path}"
-    with errors_explained(what):
-        returned = recipe.build_hooks(recipe.config, model_dir)
-        hooks = list(returned) if isinstance(returned, Iterable) else [returned]
+    hooks = built_by_user(what, recipe.build_hooks, recipe.config, model_dir)
     for hook in hooks:
-        if isinstance(hook, keras.callbacks.Callback):
-            raise ConfigError(
-                f"{what} returned {type(hook).__name__}, which is a callback of Keras. Return it "
-                "from `def build_callbacks(config)` instead; see docs/keras.md."
-            )
         if not isinstance(hook, Hook):
             raise ConfigError(
-                f"{what} must return a list of trainer.hooks.base.Hook. Received: {hook!r}."
+                f"{what} must return a list of trainer.hooks.base.Hook. Received: {hook!r}. "
+                "Return a callback of Keras from `def build_callbacks(config)`; see docs/keras.md."
             )
         for method, arguments in (("__call__", 2), ("next_step", 1), ("begin", 1), ("end", 1)):
             try:

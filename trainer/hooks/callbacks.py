@@ -9,7 +9,7 @@ chief: the request to stop (`self.model.stop_training`), and the learning rate. 
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from strategies.metrics import Metrics, add_metrics, means
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Recipe
 from trainer.config_file import errors_explained
-from trainer.hooks.base import NEVER, Hook, next_multiple
+from trainer.hooks.base import NEVER, Hook, built_by_user, next_multiple
 from trainer.hooks.evaluate import Evaluate
 from trainer.learner import Learner
 from trainer.step.options import ConfigError
@@ -51,9 +51,7 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
     if recipe.build_callbacks is None:
         return []
     what = f"build_callbacks(config) of {recipe.path}"
-    with errors_explained(what):
-        returned = recipe.build_callbacks(recipe.config)
-        callbacks = list(returned) if isinstance(returned, Iterable) else [returned]
+    callbacks = built_by_user(what, recipe.build_callbacks, recipe.config)
     for callback in callbacks:
         name = type(callback).__name__
         if not isinstance(callback, Callback):
@@ -150,7 +148,7 @@ class Callbacks(Hook):
     @override
     def begin(self, step: int) -> None:
         self._metrics, self._evaluation = Metrics(), {}
-        self._epoch_end = self._next_epoch_end(step)
+        self._epoch_end = next_multiple(step, self.steps_per_epoch, self.last_step)
         if self.executor.is_chief:
             # If this run goes back, the callbacks and the rate do not.
             if not self._has_begun:
@@ -188,7 +186,7 @@ class Callbacks(Hook):
 
     @override
     def next_step(self, step: int) -> int:
-        return step + 1 if self._each_batch else self._next_epoch_end(step)
+        return step + 1 if self._each_batch else self._epoch_end
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
@@ -198,7 +196,7 @@ class Callbacks(Hook):
             self._after_batch(step, metrics, is_epoch_end)
         if is_epoch_end:
             self._metrics = Metrics()
-            self._epoch_end = self._next_epoch_end(step)
+            self._epoch_end = next_multiple(step, self.steps_per_epoch, self.last_step)
         self._agree(step)
 
     def _after_batch(self, step: int, metrics: Metrics, is_epoch_end: bool) -> None:
@@ -251,10 +249,6 @@ class Callbacks(Hook):
                 )
             if rate is not None:
                 self.learner.optimizer.learning_rate = rate
-
-    def _next_epoch_end(self, step: int) -> int:
-        end = next_multiple(step, self.steps_per_epoch)
-        return min(end, self.last_step) if step < self.last_step else end
 
     def _choose_direction(self, callback: Callback) -> None:
         """Chooses mode="auto" as config.best_metric does: from the metric."""

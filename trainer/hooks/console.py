@@ -59,8 +59,8 @@ class Console(Writer):
     """One line per report of a run that ends at `last_step`.
 
     `pace` is the executor's, for the time left; None in a task that does not train. With `is_quiet`
-    only what is `important` is printed. If steps wait for input, this is said once, in a line of
-    its own, and in a word at each report.
+    only what is `important` is printed. If steps wait for input, each report says so; the second in
+    a row also says what to change.
     """
 
     def __init__(self, last_step: int, pace: Pace | None = None, *, is_quiet: bool = False) -> None:
@@ -76,13 +76,6 @@ class Console(Writer):
         self._was_limited = self._has_named_limit = False  # By the input.
         self._is_quiet = is_quiet
         self._next_progress = 0.0
-
-    @property
-    def width(self) -> int | None:
-        """The width of the lines; None if it is not limited."""
-        if self._console.is_terminal:
-            return self._console.width
-        return passed_width()
 
     @override
     def begin(self, step: int) -> None:
@@ -129,9 +122,10 @@ class Console(Writer):
         limit = limit_of([values]) if split == "train" else None
         if limit:
             more[f"waits for input {limit.input_wait:.0%}"] = 5
-        self.say(_fitting(needed, more, self.width))
+        width = self._console.width if self._console.is_terminal else passed_width()
+        self.say(_fitting(needed, more, width))
         if split == "train":
-            # Of two reports in a row: the first batches of a run may come late.
+            # Not after one report: the first batches of a run may come late.
             if limit and self._was_limited and not self._has_named_limit:
                 self._has_named_limit = True
                 self.say(limit.text)

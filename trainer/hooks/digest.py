@@ -54,14 +54,14 @@ class DigestLines(JsonLines):
         self._part_digests = metrics.part_digests
 
     @override
-    def write(self, step: int, split: str, values: Values) -> None:
+    def _write(self, step: int, split: str, values: Values) -> None:
         if split == "train":
             found = self._digests()
             shown = {name: f"{int(value) % 2**64:016x}" for name, value in found.items()}
             of_parts = self._part_digests if self._part_digests.any() else ()
             parts = {str(i): f"{int(value) % 2**32:08x}" for i, value in enumerate(of_parts)}
             values = {**values, DIGESTS: shown, PART_DIGESTS: parts}
-        super().write(step, split, values)
+        super()._write(step, split, values)
 
 
 def digest(variable: tf.Variable) -> tf.Tensor:

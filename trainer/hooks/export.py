@@ -42,16 +42,15 @@ log = logging.getLogger(__name__)
 _NAMES = ("model.keras", "saved_model")
 # The name that Keras gives to an input without a name.
 _UNNAMED = re.compile(r"keras_tensor(_\d+)?")
-_OP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]*")
 
 
 @dataclass(eq=False)
 class Export(Hook):
     """Writes the model in both formats once, as soon as training is complete.
 
-    The end of other hooks may change weights, or fail: it comes later. An error leaves nothing
-    incomplete in the directory, and is the failure of the hook. If the SavedModel cannot be
-    written, model.keras is, unless it would replace one.
+    The `end` of other hooks, which may change weights or fail, comes later. An error is the
+    `failure` of this hook, and leaves nothing incomplete in the directory. If the SavedModel cannot
+    be written, model.keras is, unless it would replace one.
     """
 
     learner: Learner
@@ -70,7 +69,7 @@ class Export(Hook):
 
     @override
     def end(self, step: int) -> None:
-        """Also at the end: a hook behind this one, or a former run, may have completed training."""
+        """Exports if a hook behind this one, or a former process, has completed training."""
         if self._has_exported or not self.is_complete():
             return
         self._has_exported = True
@@ -91,6 +90,8 @@ class Export(Hook):
                 with scratch_dir() as local:
                     try:
                         _write(model, local, self.input_specs, has_former=has_former)
+                        if not files.exists(f"{local}/model.keras"):  # There may be a former one.
+                            files.remove_file(files.join(self.directory, "model.keras"))
                     finally:
                         object_store.upload_tree(local, self.directory)
             else:
@@ -224,13 +225,13 @@ def _argument_name(name: str, taken: set[str]) -> str:
 
     It becomes the name of an op, in which case does not count, and of an argument in Python.
     """
-    found = name if _OP_NAME.fullmatch(name) else re.sub(r"\W", "_", name, flags=re.ASCII)
+    found = re.sub(r"\W", "_", name, flags=re.ASCII)
     if not found[:1].isalnum():
         found = f"arg_{found}"
     if keyword.iskeyword(found) or found == "self":
         found += "_"
     numbered = (f"{found}_{number}" for number in itertools.count(1))
-    while (plain := re.sub(r"\W", "_", found).lower()) in taken:
+    while found.lower() in taken:
         found = next(numbered)
-    taken.add(plain)
+    taken.add(found.lower())
     return found

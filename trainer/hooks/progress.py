@@ -8,7 +8,6 @@ needed. Neither ever ends a run.
 
 import http.server
 import json
-import logging
 import os
 import re
 import socket
@@ -23,12 +22,9 @@ from pathlib import Path
 from typing_extensions import override
 
 from strategies.metrics import Metrics
-from trainer.exit_codes import first_line
 from trainer.hooks.tracking import Background
 from trainer.hooks.writers import Values, Writer
 from trainer.run_files import NUM_STEPS, RESTARTS, directory_of_logs
-
-log = logging.getLogger(__name__)
 
 _URL, _CA_CERT, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 # Kubeflow asks for one message in 5 s at most, of 256 metrics with short names and values.
@@ -101,7 +97,7 @@ class MetricsPage(Writer):
             kind = f"# TYPE trainer_{name} {'counter' if name.endswith('_total') else 'gauge'}"
             if kind not in lines:
                 lines.append(kind)
-            lines.append(f"trainer_{name}{labels} {_number(value)}")
+            lines.append(f"trainer_{name}{labels} {value}")  # Prometheus takes nan and inf, too.
         return "\n".join(lines) + "\n"
 
     @override
@@ -132,12 +128,6 @@ class MetricsPage(Writer):
         self._server.server_close()
 
 
-def _number(value: float) -> str:
-    """A number as Prometheus writes it: NaN, +Inf and -Inf, too."""
-    text = repr(float(value)) if isinstance(value, float) else str(value)
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
-
-
 class KubeflowStatus(Writer):
     """Posts the progress and the metrics of the last reports to Kubeflow's controller.
 
@@ -146,14 +136,11 @@ class KubeflowStatus(Writer):
     """
 
     def __init__(self, environment: Mapping[str, str], last_step: int) -> None:
-        self._url = environment[_URL]
-        self._ca_cert = environment.get(_CA_CERT) or None
-        self._token = environment.get(_TOKEN, "")
+        self._environment = environment
         self._last_step = last_step
         self._metrics: dict[str, str] = {}
         self._remaining_secs: int | None = None
         self._next = 0.0
-        self._has_failed = False
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:
@@ -184,15 +171,10 @@ class KubeflowStatus(Writer):
             status["estimatedRemainingSeconds"] = self._remaining_secs
         body = json.dumps({"trainerStatus": status}).encode()
         headers = {"Content-Type": "application/json"}
-        try:
-            if self._token:
-                headers["Authorization"] = f"Bearer {Path(self._token).read_text().strip()}"
-            request = urllib.request.Request(self._url, body, headers)
-            context = ssl.create_default_context(cafile=self._ca_cert)
-            with urllib.request.urlopen(request, timeout=_POST_SECS, context=context):
-                pass
-        except (OSError, ValueError) as error:
-            if not self._has_failed:
-                log.warning("Kubeflow does not take the status of this run: %s", first_line(error))
-            self._has_failed = True
         self._next = time.monotonic() + _KUBEFLOW_SECS
+        if token := self._environment.get(_TOKEN):
+            headers["Authorization"] = f"Bearer {Path(token).read_text().strip()}"
+        request = urllib.request.Request(self._environment[_URL], body, headers)
+        context = ssl.create_default_context(cafile=self._environment.get(_CA_CERT) or None)
+        with urllib.request.urlopen(request, timeout=_POST_SECS, context=context):
+            pass

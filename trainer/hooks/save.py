@@ -95,10 +95,9 @@ class CopyToStandby(PeriodicHook):
 
 @dataclass(eq=False)
 class KeepConfig(PeriodicHook):
-    """Writes config.json anew, with a warning, if it was deleted during the run.
+    """Writes config.json anew, with a warning, if it was deleted: mostly with the whole directory.
 
-    Usually the complete model directory was. The hook is before the writers in the list of hooks,
-    so that reports have their directory again.
+    It is called before the writers, so that reports have their directory again.
     """
 
     files: RunFiles
@@ -123,7 +122,7 @@ class KeepConfig(PeriodicHook):
 
     @override
     def end(self, step: int) -> None:
-        """Looks again: the files of a finished run must be complete."""
+        """Acts once more: the files of a finished run must be complete."""
         self._act(step)
 
     @override

@@ -16,7 +16,7 @@ from trainer.step.loss_scale import LossScale
 
 @dataclass(eq=False)
 class StopOnNonFinite(Hook):
-    """Raises NonFiniteLossError for a NaN or infinite loss. Of every task.
+    """Raises NonFiniteLossError, in every task, for a NaN or infinite loss.
 
     In float16 a step whose gradient is not finite is skipped, and its loss may be infinite. This
     is no error, unless the scale is at its minimum and all steps since the last call were skipped.

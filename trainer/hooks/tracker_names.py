@@ -6,14 +6,13 @@
 TensorFlow is not imported.
 """
 
-import difflib
 import importlib.util
 import os
 
 from data.system.extras import missing
 from trainer.step.options import ConfigError
 
-TRACKERS = ("mlflow", "wandb")
+TRACKERS = {"mlflow": "MLflow", "wandb": "WandB"}  # The classes in trainer/hooks/trackers/NAME.py.
 _LOCAL_URIS = ("file:", "sqlite:", "/", ".")
 
 
@@ -26,12 +25,9 @@ def check_trackers(trackers: str) -> None:
     """Raises ConfigError for a name that is not known, or a package that is not installed."""
     for name in names_of(trackers):
         if name not in TRACKERS:
-            near = difflib.get_close_matches(name, TRACKERS, n=1)
-            hint = f" Did you mean --config.trackers={near[0]}?" if near else ""
             raise ConfigError(
                 f"config.trackers={trackers!r}: there is no tracker {name!r}. Known: "
-                f"{', '.join(TRACKERS)}.{hint} Others are written with build_writers in the config "
-                "file."
+                f"{', '.join(TRACKERS)}. Others are written with build_writers in the config file."
             )
         if importlib.util.find_spec(name) is None:
             raise ConfigError(missing(f"config.trackers={trackers!r}", name, name))

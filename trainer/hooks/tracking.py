@@ -11,18 +11,18 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
 from data.system.extras import of_satellite
-from data.system.files import exists, join, read_text, replace_file
+from data.system.files import join, read_text, replace_file
 from trainer.config import Recipe
-from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
-from trainer.hooks.tracker_names import names_of
+from trainer.hooks.base import built_by_user
+from trainer.hooks.tracker_names import TRACKERS, names_of
 from trainer.hooks.writers import Values, Writer
 from trainer.run_files import Document
 from trainer.step.options import ConfigError
@@ -33,7 +33,6 @@ PROJECT = "tf-distribution-trainer"
 _IDS = "trackers.json"  # The ids with which a resumed run continues in its trackers.
 _MOST_WAITING = 10_000  # Reports; the oldest are dropped.
 _END_SECS = 30.0
-_CLASSES = {"mlflow": "MLflow", "wandb": "WandB"}  # In trainer/hooks/trackers/NAME.py.
 
 
 class Tracker(Writer):
@@ -46,11 +45,9 @@ class Tracker(Writer):
 
 def remembered(model_dir: str) -> dict[str, str]:
     """The ids by the name of the tracker; without those that cannot be read."""
-    path = join(model_dir, _IDS)
-    if not exists(path):
-        return {}
     try:
-        return {str(name): str(value) for name, value in json.loads(read_text(path)).items()}
+        ids = json.loads(read_text(join(model_dir, _IDS)))
+        return {str(name): str(value) for name, value in ids.items()}
     except (OSError, ValueError, AttributeError):
         return {}
 
@@ -82,15 +79,12 @@ def build_trackers(
     """
     writers: list[Writer] = []
     for name in names_of(recipe.config.trackers):
-        tracker = of_satellite(f"trainer.hooks.trackers.{name}", _CLASSES[name])
+        tracker = of_satellite(f"trainer.hooks.trackers.{name}", TRACKERS[name])
         writers.append(Background(tracker(model_dir, document, is_complete), name))
     if recipe.build_writers is None:
         return writers
     what = f"build_writers(config, model_dir) of {recipe.path}"
-    with errors_explained(what):
-        returned = recipe.build_writers(recipe.config, model_dir)
-        of_user = list(returned) if isinstance(returned, Iterable) else [returned]
-    for writer in of_user:
+    for writer in built_by_user(what, recipe.build_writers, recipe.config, model_dir):
         if not isinstance(writer, Writer):
             raise ConfigError(
                 f"{what} must return a list of trainer.Writer, but one is {writer!r}. Derive its "

@@ -27,13 +27,12 @@ from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import ENDED_AS_ASKED, TaskEnd
 from trainer.local.group_rules import Group, Rules, Sightings, Snapshot, next_members
 from trainer.local.launch_report import LaunchReport, write_resize
-from trainer.local.membership import DamagedGroupError, Membership, Watcher
+from trainer.local.membership import Membership, Watcher
 from trainer.local.policy import Activity, FixedPolicy, Step
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
 
 _FIRST_SNAPSHOTS = 4  # After them a launcher knows which others were running before it.
-_DAMAGED_LOOKS = 5  # A file system over the network may show a file that is not complete yet.
 
 
 class ElasticPolicy(FixedPolicy):
@@ -58,7 +57,6 @@ class ElasticPolicy(FixedPolicy):
         self._is_regrouping = False  # The task was asked to end because the group changes.
         self._is_done = False
         self._failure = ""  # To read the group; said once.
-        self._num_damaged = 0  # Looks at a damaged file of the group, since it could be read.
         cluster = self._cluster_of(range(len(membership.addresses)))
         super().__init__(cluster, [cluster.task])
 
@@ -105,13 +103,10 @@ class ElasticPolicy(FixedPolicy):
     def on_snapshot(self, snapshot: Snapshot, activity: Activity) -> Step:
         """Returns the next step, decided from the records of all hosts.
 
-        Raises ClusterError if the group has other hosts, if its file stays damaged while no task
-        runs, or if launchers that ran before this one have another code or config.
+        Raises ClusterError if the group has other hosts, or if launchers that ran before this one
+        have another code or config.
         """
         self._read_group()
-        is_idle = activity in (Activity.IDLE, Activity.DELAYING)
-        if is_idle and self._num_damaged >= _DAMAGED_LOOKS:
-            raise ClusterError(self._failure)
         if self._group.generation < 0 or activity is Activity.ENDING:
             return Step.NONE
         self._sightings.update(snapshot, self._group)
@@ -145,9 +140,8 @@ class ElasticPolicy(FixedPolicy):
             if str(error) != self._failure:
                 self._failure = str(error)
                 say(f"The group of hosts could not be read: {error}")
-            self._num_damaged += isinstance(error, DamagedGroupError)
             return
-        self._failure, self._num_damaged = "", 0
+        self._failure = ""
         # A group is never left for an earlier one, even if the files are deleted.
         if group.generation <= self._group.generation:
             return
@@ -229,7 +223,7 @@ def run_elastic(supervisor: Supervisor, policy: ElasticPolicy) -> LaunchReport:
 
     Raises ClusterError as `ElasticPolicy.on_snapshot`, or if the files of the group cannot be used.
     """
-    policy.membership.check_hard_links()
+    policy.membership.check()
 
     def on_snapshot(snapshot: Snapshot) -> None:
         supervisor.ask(partial(policy.on_snapshot, snapshot))

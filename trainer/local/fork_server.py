@@ -18,7 +18,6 @@ of a forked process ends, the kernel gives the process to the nearest subreaper.
 passing descriptors over a socket make this Linux only. The fork server ends with the launcher.
 """
 
-import contextlib
 import fcntl
 import gc
 import importlib
@@ -32,7 +31,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -49,17 +48,10 @@ _POLL_SECS = 0.0005
 
 @dataclass
 class Fork:
-    """A child of this process that was forked, with Popen's pid, returncode, kill and wait."""
+    """A child of this process that was forked, with Popen's pid, returncode and wait."""
 
     pid: int
     returncode: int | None = None
-
-    def kill(self) -> None:
-        """Kills the process and its process group."""
-        # It may have been reaped a moment ago.
-        with contextlib.suppress(ProcessLookupError):
-            if self.returncode is None:
-                os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         """Waits until the process has ended; returns `returncode`."""
@@ -69,33 +61,35 @@ class Fork:
         return self.returncode
 
 
+@dataclass
 class ForkServer:
     """The launcher's handle of a fork server, which runs while the context is open."""
 
-    _connection: socket.socket
-    _process: subprocess.Popen[bytes]
-
-    def __init__(
-        self, label: str, *, preload: Sequence[str] = (), setup: Sequence[str] = ()
-    ) -> None:
-        """The process will call the functions `setup` ("module:function"), then import `preload`.
-
-        `label` appears in the command line of the process, for `ps`.
-        """
-        self._label = label
-        self._to_import = json.dumps(
-            {"path": [*map(str, sys.path)], "setup": list(setup), "preload": list(preload)}
-        ).encode()
+    label: str  # In the command line of the process, for `ps`.
+    _: KW_ONLY
+    setup: Sequence[str] = ()  # Functions that it calls first: "module:function".
+    preload: Sequence[str] = ()  # Modules that it imports then.
 
     def __enter__(self) -> Self:
         become_subreaper()
-        self._open()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection = ours
+        ours.settimeout(_IMPORT_TIMEOUT_SECS)  # The first answer comes after the import.
+        ours.send(json.dumps([[*map(str, sys.path)], self.setup, self.preload]).encode())
+        fd = theirs.fileno()
+        command = python_command("-m", "trainer.local.fork_server")
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(fd), str(os.getpid()), self.label],
+                stdin=subprocess.DEVNULL,
+                # Unbuffered: a task's last lines before a SIGKILL matter most.
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                pass_fds=[fd],
+                start_new_session=True,  # So that Ctrl-C reaches only the launcher.
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -120,16 +114,18 @@ class ForkServer:
                 the fork prints where this process prints.
             namespace: Descriptors of namespaces to enter.
 
-        Raises OSError if the fork server ended or did not answer, twice, or the fork failed.
+        Raises OSError if the fork failed, or if the fork server has ended or did not answer.
         """
         request = json.dumps([target, name, list(argv), dict(env), list(fds)]).encode()
-        to_send = [*fds.values(), *namespace]
         try:
-            answer = self._ask(request, to_send)
-        except (ConnectionResetError, TimeoutError):  # Killed, or stopped.
-            self._close()
-            self._open()
-            answer = self._ask(request, to_send)
+            socket.send_fds(self._connection, [request], [*fds.values(), *namespace])
+            answer = self._connection.recv(_MAX_BYTES).decode()
+            self._connection.settimeout(_FORK_TIMEOUT_SECS)
+        except OSError:
+            answer = ""
+        if not answer:  # Killed, or stopped. A fork that comes late finds no launcher, and ends.
+            self.__exit__()
+            raise OSError("the fork server has ended")
         if not answer.isdigit():
             raise OSError(f"the fork server could not fork: {answer}")
         return Fork(int(answer))
@@ -144,35 +140,6 @@ class ForkServer:
             if ended is None or ended.si_pid in known or ended.si_pid == self._process.pid:
                 return  # Another caller reaps this process; later orphans wait until then.
             os.waitpid(ended.si_pid, 0)
-
-    def _ask(self, request: bytes, fds: Sequence[int]) -> str:
-        """Returns the process id of the fork, or an error message."""
-        try:
-            socket.send_fds(self._connection, [request], fds)
-            answer = self._connection.recv(_MAX_BYTES)
-        except ConnectionError:
-            answer = b""
-        if not answer:
-            raise ConnectionResetError("the fork server has ended")
-        self._connection.settimeout(_FORK_TIMEOUT_SECS)
-        return answer.decode()
-
-    def _open(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection = ours
-        ours.settimeout(_IMPORT_TIMEOUT_SECS)  # The first answer comes after the import.
-        ours.send(self._to_import)
-        fd = theirs.fileno()
-        command = python_command("-m", "trainer.local.fork_server")
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(fd), str(os.getpid()), self._label],
-                stdin=subprocess.DEVNULL,
-                # Unbuffered: a task's last lines before a SIGKILL matter most.
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                pass_fds=[fd],
-                start_new_session=True,  # So that Ctrl-C reaches only the launcher.
-            )
 
 
 def _serve(connection: socket.socket, launcher: int) -> Callable[[], object]:
@@ -263,11 +230,11 @@ def main() -> None:
     if os.getppid() != launcher:  # It ended before the call above.
         os._exit(0)
     os.set_inheritable(connection.fileno(), False)
-    to_import = json.loads(connection.recv(_MAX_BYTES))
-    sys.path[:] = to_import["path"]  # A config file's imports are the same in all processes.
-    for function in to_import["setup"]:
+    path, setup, preload = json.loads(connection.recv(_MAX_BYTES))
+    sys.path[:] = path  # A config file's imports are the same in all processes.
+    for function in setup:
         pkgutil.resolve_name(function)()
-    for module in to_import["preload"]:
+    for module in preload:
         importlib.import_module(module)
     gc.freeze()  # Otherwise the first garbage collection of a fork copies all shared memory.
     try:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.guards.parent_watch import ParentWatch
-from trainer.guards.signals import Repetitions, SignalThread, stop_signals
+from trainer.guards.signals import SignalThread, stop_signals
 from trainer.local.task_logs import say
 
 _PAUSE_SECS = 1.0  # Before the next start, because a server may fail at once.
@@ -31,11 +31,8 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
     """
     signals: list[int] = []
     server: subprocess.Popen[bytes] | None = None
-    repetitions = Repetitions()
 
     def on_signal(signum: int) -> None:
-        if repetitions.includes_now(signum):
-            return
         signals.append(signum)
         running = server  # Read once, because the main thread changes it.
         if running is None or len(signals) > 1:

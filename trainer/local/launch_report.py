@@ -91,7 +91,7 @@ def write_restart(restart: Restart, logs: TaskLogs) -> None:
     """Appends `restart` to restarts.jsonl."""
     again = [str(task) for task in restart.tasks]
     document = {"time": restart.when, "started_again": again, **restart.cause.document()}
-    logs.append(RESTARTS, json.dumps(document))
+    logs.append(logs.directory / RESTARTS, json.dumps(document).encode() + b"\n")
 
 
 def print_summary(report: LaunchReport, logs: TaskLogs) -> None:
@@ -100,9 +100,7 @@ def print_summary(report: LaunchReport, logs: TaskLogs) -> None:
         say(f"{num_before} earlier restarts are in {shown(str(logs.directory / RESTARTS))}")
     for restart in report.restarts[-_NUM_SHOWN_RESTARTS:]:
         cause, tasks = restart.cause, restart.tasks
-        has_servers = cause.task.job in ("chief", "ps")  # Which were not restarted.
-        is_part = len(tasks) == 1 or (has_servers and len(tasks) == 2)
-        what = " and ".join(map(str, tasks)) if is_part else "all tasks"
+        what = " and ".join(map(str, tasks)) if len(tasks) <= 2 else f"{len(tasks)} tasks"
         say(f"{restart.when}  {cause.task} died: {cause.failure}; restarted {what}")
     first = report.first_failure
     if first is None or first.survived:

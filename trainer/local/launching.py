@@ -20,7 +20,7 @@ from strategies.cluster.tf_config import Cluster, Task
 from trainer import flags
 from trainer.config import ConfigError, Recipe, data_dir
 from trainer.config_checks import check_replicas
-from trainer.exit_codes import EXIT_RESTART, end_at_once
+from trainer.exit_codes import EXIT_RESTART
 from trainer.flags import checks, start
 from trainer.flags.cluster import cluster_here, read_shared_settings
 from trainer.flags.continued import print_next
@@ -28,7 +28,6 @@ from trainer.flags.start import READY
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
-from trainer.guards.signals import SignalThread, stop_signals
 from trainer.hooks.tracker_names import reached_over_network
 from trainer.local.deaths import Restarts
 from trainer.local.elastic import ElasticPolicy, run_elastic
@@ -61,7 +60,6 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
     with contextlib.ExitStack() as stack:
         if listener := checks.metrics_listener(is_chief=True):
             stack.enter_context(listener)
-        model_dir = stack.enter_context(start.reserved(model_dir))
         forks = _forks(model_dir, stack)
         _tell("checking the config, the data and the model")
         exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
@@ -73,11 +71,9 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
             namespace = _namespace(network_needed)
         if cores:
             fewest = min(map(len, cores.values()))
-            each = f"at least {fewest} cores" if fewest > 1 else "one core"
-            _tell(f"CPU affinity: each worker has {each} for itself.")
+            _tell(f"CPU affinity: each worker has at least {fewest} core(s) for itself.")
         if namespace:
             stack.enter_context(namespace)
-            cluster = cluster_here(namespace.free_ports)
         starter = TaskStarter(
             task_argv, cores=cores, namespace=namespace, fork_server=forks, listener=listener
         )
@@ -101,8 +97,6 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
     checks.check_sizes(recipe, start.num_workers(cluster), cluster.num("ps"))
     model_dir = start.model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
-        if not checks.serves(cluster):
-            model_dir = stack.enter_context(start.reserved(model_dir))
         forks = _forks(model_dir, stack)
         # A server gets the config from the chief. Of an elastic cluster it may be the next chief.
         if not checks.serves(cluster) or flags.MIN_WORKERS.present:
@@ -199,17 +193,7 @@ def _run_check_before_launch(
             child = forks.spawn(TARGET, "preflight", argv, env, fds)
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
             return start.check_before_launch(recipe, cluster)
-
-        received: list[int] = []
-
-        def stop(signum: int) -> None:
-            received.append(signum)
-            child.kill()
-
-        with SignalThread(stop_signals(), stop):
-            exit_code = child.wait()
-        if received:
-            end_at_once(received[0], None)
+        exit_code = child.wait()  # A signal ends this process, and then the child ends itself.
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         say(f"error: {name} ended the process that checks before the launch.")

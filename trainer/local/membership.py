@@ -43,10 +43,6 @@ _NUM_PARALLEL = 128  # Hosts that are tried at the same time: one that is off ta
 _RECORD_BYTES = 1024  # Records of equal length are overwritten in one piece.
 
 
-class DamagedGroupError(OSError):
-    """The file of a group can be read, but has no group."""
-
-
 class Membership:
     """The files, read and written by one host. All methods raise OSError if the storage fails."""
 
@@ -60,8 +56,7 @@ class Membership:
     def group(self) -> Group:
         """Returns the newest group.
 
-        Raises ClusterError if it has another list of hosts, and DamagedGroupError if the file is
-        damaged.
+        Raises ClusterError if it has another list of hosts.
         """
         generation = newest_generation(self.model_dir)
         if not generation:
@@ -72,7 +67,7 @@ class Membership:
             hosts = list(map(str, document["hosts"]))
             members = frozenset(map(hosts.index, document["members"]))
         except (ValueError, LookupError, TypeError) as error:
-            raise DamagedGroupError(
+            raise OSError(
                 f"{path} is damaged: {error!r}. If no launcher runs any more, type: "
                 f"rm -r {self._directory}"
             ) from error
@@ -96,8 +91,8 @@ class Membership:
         }
         return self._write_once(self._path_of(group.generation + 1), json.dumps(document))
 
-    def check_hard_links(self) -> None:
-        """Raises ClusterError if `propose` cannot write, for example without hard links."""
+    def check(self) -> None:
+        """Raises ClusterError if `propose` cannot write, or if the file of the group is damaged."""
         probe = Path(partial_name(str(self._directory / "probe")))
         try:
             self._write_once(probe, "")
@@ -107,6 +102,10 @@ class Membership:
                 f"The hosts agree who trains through files in {self._directory}, where this host "
                 f"cannot write: {error.strerror}. Make it writable, or give another --model_dir."
             ) from None
+        try:
+            self.group()
+        except OSError as error:
+            raise ClusterError(str(error)) from None
 
     def _write_once(self, path: Path, content: str) -> bool:
         """Makes the complete file `path` in one operation; returns False if it exists already."""

@@ -1,7 +1,6 @@
 """A network namespace for the tasks of one machine: only they can connect to their ports.
 
     with open_namespace() as namespace:
-        ports = namespace.free_ports(2)
         subprocess.Popen(namespace.command(command), pass_fds=namespace.fds)
 
 TensorFlow's servers execute what any client sends, and listen on every interface. Inside the
@@ -27,7 +26,6 @@ from collections.abc import Iterable, Sequence
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _SET_FLAGS, _IS_UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP
-_FIRST_PORT = 20_000  # The kernel's range for outgoing connections begins at 32,768.
 # -I -S: it needs only the standard library, and starts faster without the search for more.
 _PROGRAM = (sys.executable, "-I", "-S", os.path.abspath(__file__))
 
@@ -50,11 +48,6 @@ class Namespace(contextlib.AbstractContextManager["Namespace"]):
     def command(self, command: Sequence[str]) -> list[str]:
         """A command that enters the namespace and then executes `command` in the same process."""
         return [*_PROGRAM, "enter", ",".join(map(str, self.fds)), *command]
-
-    @staticmethod
-    def free_ports(num_ports: int) -> list[int]:
-        """Ports for tasks inside a new namespace: all are free, and connections take later ones."""
-        return list(range(_FIRST_PORT, _FIRST_PORT + num_ports))
 
 
 def open_namespace() -> Namespace:

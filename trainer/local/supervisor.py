@@ -25,7 +25,6 @@ No process is left when `run` returns: process groups are killed by their id. If
 is killed, a socket that it held closes, and the tasks end (trainer/guards/parent_watch.py).
 """
 
-import math
 import queue
 import sched
 import signal
@@ -38,7 +37,7 @@ from pathlib import Path
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
-from trainer.guards.signals import Repetitions, SignalThread, stop_signals
+from trainer.guards.signals import SignalThread, stop_signals
 from trainer.local import deaths, launch_report
 from trainer.local.deaths import Action, Restarts, TaskEnd
 from trainer.local.launch_report import LaunchReport
@@ -53,7 +52,6 @@ _SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for
 _CHIEF_FOLLOWS_SECS = 1.0  # From a ps worker's 75 to the chief's, if the chief ended the worker.
 _LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
 _POLL_SECS = 1.0  # Between two looks at heartbeats, and at what others have written.
-_POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times or more in each stall time-out.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
 _DONE_SECS = 10.0  # From Step.DONE to SIGTERM for a task that waits for others.
 
@@ -83,7 +81,6 @@ class Supervisor:
         self._running: dict[Task, TaskProcess] = {}
         self._plans = sched.scheduler(time.monotonic)
         self._num_starts: Counter[Task] = Counter()
-        self._restarted_alone: set[Task] = set()
         self._ends: list[TaskEnd] = []
         self._restarts: list[launch_report.Restart] = []
         # While tasks are being ended for a restart of all: its cause, and its earliest time.
@@ -91,7 +88,6 @@ class Supervisor:
         self._keeps_servers = False  # In that restart.
         self._is_ending = False
         self._num_stops = 0
-        self._repetitions = Repetitions()
 
     def run(self) -> LaunchReport:
         """Runs the cluster to its end. Called once, in the main thread.
@@ -161,8 +157,7 @@ class Supervisor:
             )
 
     def _on_signal(self, signum: int) -> None:
-        if not self._repetitions.includes_now(signum):
-            self._events.put(partial(self._on_stop, signal.Signals(signum)))
+        self._events.put(partial(self._on_stop, signal.Signals(signum)))
 
     def _handle_next_event(self) -> None:
         planned = self._plans.queue
@@ -178,8 +173,7 @@ class Supervisor:
         self._kill_unresponsive()
         self._follow_failures()
         self._do(self.policy.look(self._activity()))
-        stall_secs = self.stall_timeout_secs or math.inf
-        self._plans.enter(min(_POLL_SECS, stall_secs / _POLLS_PER_TIMEOUT), 0, self._poll)
+        self._plans.enter(_POLL_SECS, 0, self._poll)
 
     def _follow_failures(self) -> None:
         """Prints why tasks of other hosts ended; ends the run if one of these failures says so."""
@@ -303,9 +297,6 @@ class Supervisor:
         self._start_nothing_more()
         # The run did without these tasks, or they died when it did not need them any more.
         deaths.mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
-        # A task that was just restarted may wait for a chief that it has never seen.
-        late = [task for task in self._restarted_alone if task in self._running]
-        self._end(late, _SERVERS_ALONE_SECS, signal.SIGKILL)
         overdue = f"was still running {_SHUTDOWN_GRACE_SECS:g} s after {self._chief} was done"
         self._end_stateless(self._running, _SHUTDOWN_GRACE_SECS, overdue)
 
@@ -331,7 +322,6 @@ class Supervisor:
         say(f"{cause.death}. Restarting {what} {when}.")
         if is_alone:
             deaths.mark_survived([cause])
-            self._restarted_alone.add(cause.task)
             self._plans.enter(delay_secs, 0, self._start_again, (cause, [cause.task]))
             return
         self._forget_plans()
@@ -373,7 +363,6 @@ class Supervisor:
         for plan in self._plans.queue:
             if plan.action != self._poll:
                 self._plans.cancel(plan)
-        self._restarted_alone.clear()
         self._restart_of_all = None
 
     def _start_nothing_more(self) -> None:

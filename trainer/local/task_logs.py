@@ -1,9 +1,7 @@
 """What the launcher writes: messages to its console, and the logs of the tasks.
 
     logs = TaskLogs(Path("runs/a/tasks"))
-    log = logs.open(Task("worker", 0))
-    log.write(b"what the task prints")
-    logs.append("restarts.jsonl", "{}")
+    logs.append(logs.path(Task("worker", 0)), b"what the task prints")
 
 An error of a log never ends a run. Logs that are deleted during the run are made anew, with one
 message. Lines that cannot be written are missing, with one message for each file.
@@ -11,11 +9,10 @@ message. Lines that cannot be written are missing, with one message for each fil
 
 import contextlib
 import datetime
-import os
 import sys
 import threading
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from strategies.cluster.tf_config import Task
 
@@ -26,24 +23,27 @@ class TaskLogs:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._was_made = False
+        self._incomplete: set[Path] = set()
         self._lock = threading.Lock()  # Each task's output has its own thread.
 
     def path(self, task: Task) -> Path:
         """The log of `task`."""
         return self.directory / f"{task.job}-{task.index}.log"
 
-    def open(self, task: Task) -> "TaskLog":
-        """Opens the log of `task` to append to it."""
-        return TaskLog(self, self.path(task))
+    def append(self, path: Path, content: bytes, *, begins_line: bool = False) -> None:
+        """Appends `content`; if it `begins_line`, after the end of a line that was left open."""
+        try:
+            self._make_directory()
+            with path.open("ab", buffering=0) as file:  # Each time: it may have been deleted.
+                if begins_line and file.tell():
+                    content = b"\n" + content
+                file.write(content)
+        except OSError as error:  # For example, the disk is full.
+            if path not in self._incomplete:
+                say(f"Lines are missing in {path}: {error}")
+            self._incomplete.add(path)
 
-    def append(self, name: str, line: str) -> None:
-        """Appends a line to the file `name`."""
-        log = TaskLog(self, self.directory / name)
-        log.write(f"{line}\n".encode())
-        log.close()
-
-    def make(self) -> None:
-        """Makes the directory if it is missing. Raises OSError if that fails."""
+    def _make_directory(self) -> None:
         with self._lock:
             if self.directory.is_dir():
                 return
@@ -55,43 +55,6 @@ class TaskLogs:
             if self._was_made:
                 say(f"{deleted} was deleted, with {lost}. It is made anew.")
             self._was_made = True
-
-
-class TaskLog:
-    """A log file to which lines are appended. Methods raise no error."""
-
-    def __init__(self, logs: TaskLogs, path: Path) -> None:
-        """`logs` makes the directory of `path`."""
-        self._logs = logs
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._is_complete = True
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-
-    def write(self, content: bytes, *, begins_line: bool = False) -> None:
-        """Appends `content`; if it `begins_line`, after the end of a line that was left open."""
-        try:
-            file = self._opened()
-            if begins_line and file.tell():
-                content = b"\n" + content
-            file.write(content)
-        except OSError as error:  # For example, the disk is full.
-            if self._is_complete:
-                say(f"Lines are missing in {self._path}: {error}")
-            self._is_complete = False
-
-    def _opened(self) -> BinaryIO:
-        if self._file is not None and os.fstat(self._file.fileno()).st_nlink:
-            return self._file
-        self.close()  # It was deleted.
-        self._file = None
-        self._logs.make()
-        self._file = self._path.open("ab", buffering=0)
-        return self._file
 
 
 def now() -> str:

@@ -133,7 +133,7 @@ class TaskProcess:
         self._is_shown = is_shown
         self._prefix = f"[{host}] " if host else ""
         self._on_exit = on_exit
-        self._log = logs.open(cluster.task)
+        self._logs, self._log = logs, logs.path(cluster.task)
         self._started = time.monotonic()
         read, write = os.pipe()
         try:
@@ -148,7 +148,7 @@ class TaskProcess:
         self._pipe = os.fdopen(read, "rb")
         where = f" on {host}" if host else ""
         begin = f"=== {self.task}{where}, start {start}, process {self.pid}, {now()}\n"
-        self._log.write(begin.encode(), begins_line=True)
+        logs.append(self._log, begin.encode(), begins_line=True)
         self._output = threading.Thread(target=self._copy_output, daemon=True)
         self._exit = threading.Thread(target=self._await_exit, daemon=True)
         self._output.start()
@@ -185,13 +185,13 @@ class TaskProcess:
         self._on_exit(self)
 
     def _copy_output(self) -> None:
-        with contextlib.closing(self._log), self._pipe:
+        with self._pipe:
             for line in self._pipe:
                 text = line.decode(errors="replace")
                 if progress_in(text) is None:
                     self.tail.append(text)
                     # An error here must not end this loop: a task blocks when its pipe is full.
-                    self._log.write(line)
+                    self._logs.append(self._log, line)
                 is_repeated = self.end_reason is not None and _ASKED in text
                 if self._is_shown and not is_repeated and not _REPEATED.search(text):
                     say(self._prefix + text, sys.stdout, end="")

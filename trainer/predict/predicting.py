@@ -22,7 +22,6 @@ from data.features import Declared, ExampleParse, default_parse, labels_used
 from data.reader import Parse
 from data.system.errors import UsageError
 from data.system.files import DataError, exists, is_dir, join
-from data.tfrecord.damage import readable
 from data.tfrecord.split import batched_records, open_split
 from strategies.base import Batch
 from trainer.config import recipe_of_run
@@ -172,7 +171,7 @@ def _source(
             ) from None
     if path is None:
         opened = split_of(recipe, directory, split) if recipe else open_split(directory, split)
-        batches = readable(batched_records(opened, _BATCH))
+        batches = batched_records(opened, _BATCH)
         records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
     else:  # Without features, `records_of` refuses other files than those of records.
         needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())

@@ -28,7 +28,6 @@ from data.example_features import Feature, Features
 from data.numerals import CODE, NUMBERS, kind_of
 from data.system.extras import of_satellite
 from data.system.files import DataError, files_below, is_dir, is_url, num_bytes_of, parent
-from data.tfrecord.damage import readable
 from data.tfrecord.examples import PADDING, Value, example_bytes
 from data.tfrecord.framing import compression_of, read_records, refuse_compressed
 
@@ -64,7 +63,7 @@ def records_of(
     """
     if is_records(path):
         refuse_compressed(path, parent(path))
-        for record in readable(read_records(path, 0, num_bytes_of(path), 0)):
+        for record in read_records(path, 0, num_bytes_of(path), 0):
             yield {}, record
         return
     if features is None:

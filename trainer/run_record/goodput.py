@@ -37,7 +37,6 @@ class Piece(NamedTuple):
     """A part of the time of a task: `seconds` adds up to end - begin.
 
     The step counter was `first_step` at its begin and `last_step` at its end; None before training.
-    If `resumes`, the training of a process, or training after a NaN, began in it at `first_step`.
     """
 
     begin: float
@@ -45,7 +44,6 @@ class Piece(NamedTuple):
     seconds: dict[str, float]
     first_step: int | None = None
     last_step: int | None = None
-    resumes: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,8 @@ def goodput(model_dir: str) -> list[TaskTime]:
     Empty if the run has no such files: an earlier version did not write them.
     """
     directory = _directory(model_dir)
-    if not exists(directory) or not is_dir(directory):
-        return []
     tasks = {}
-    for name in sorted(names_in(directory)):
+    for name in sorted(names_in(directory) if is_dir(directory) else ()):
         if name.endswith(SUFFIX) and (recorded := _processes(join(directory, name))):
             tasks[name.removesuffix(SUFFIX)] = recorded
     if not tasks:
@@ -198,11 +194,10 @@ def _pieces(processes: Sequence[_Process], deaths: Sequence[float], end: float) 
             }
             length = sum(more.values())
             if length > 0:
-                resumes = line["begins"] > begins and line["step"] is not None
-                first = line["first_step"] if resumes else step
-                if resumes and first is not None:
-                    _lose(pieces, first)
-                pieces.append(Piece(begin, begin + length, more, first, line["step"], resumes))
+                if line["begins"] > begins and line["first_step"] is not None:
+                    step = line["first_step"]  # Training began: of the process, or after a NaN.
+                    _lose(pieces, step)
+                pieces.append(Piece(begin, begin + length, more, step, line["step"]))
                 begin += length
                 step, seconds, begins = line["step"], line["seconds"], line["begins"]
         pieces += _gap(process, begin, next_start, deaths, is_last=next_start == end)

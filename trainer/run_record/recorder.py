@@ -133,7 +133,6 @@ class Recorder(Hook):
             "first_step": reading.first_step,
             "step": reading.step,
             "cause": reading.cause,
-            "open": round(reading.open_secs, 3),
             "ended": self._closed.is_set(),
             "seconds": {name: round(value, 3) for name, value in reading.seconds.items()},
         }

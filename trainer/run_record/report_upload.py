@@ -12,14 +12,13 @@ checkpoints are written directly.
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data.system import object_store
 from data.system.background import repeating
-from data.system.files import exists, is_s3, join
+from data.system.files import exists, is_s3, join, stamp
 from trainer.run_files import local_dir
 
 log = logging.getLogger(__name__)
@@ -71,11 +70,11 @@ class ReportUpload:
         """Uploads the changed files. A failure is logged once; the next call tries again."""
         with self._lock:
             try:
-                for path, stamp in self._stamps().items():
-                    if self._uploaded.get(path) != stamp:
+                for path, changed in self._stamps().items():
+                    if self._uploaded.get(path) != changed:
                         name = path.relative_to(self.directory).as_posix()
                         object_store.upload(str(path), join(self._url, name))
-                        self._uploaded[path] = stamp
+                        self._uploaded[path] = changed
                 self.failure = ""
             except OSError as error:
                 if not self.failure:
@@ -85,12 +84,6 @@ class ReportUpload:
 
     def _stamps(self) -> dict[Path, tuple[int, int]]:
         """Size and time of the last change of each file."""
-        stamps = {}
-        for name in self._names:
-            top = self.directory / name
-            for path in [top, *top.rglob("*")]:
-                with contextlib.suppress(FileNotFoundError):  # Renamed meanwhile.
-                    status = os.stat(path)
-                    if path.is_file():
-                        stamps[path] = status.st_size, status.st_mtime_ns
-        return stamps
+        tops = [self.directory / name for name in self._names]
+        paths = [path for top in tops for path in (top, *top.rglob("*")) if path.is_file()]
+        return {path: stamp(str(path)) for path in paths}

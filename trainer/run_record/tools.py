@@ -7,7 +7,6 @@ be declared twice in a program that uses both modules. `main` gets the arguments
 A user's mistake is one line on standard error and exit code 2; after Ctrl-C it is 130.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,9 +25,18 @@ from trainer.tf_setup import configure_logging, import_tensorflow, set_environme
 
 def run_tool(main: Callable[[Sequence[str]], int], define_flags: Callable[[], None]) -> NoReturn:
     """Runs `main` as a command. It may import TensorFlow by `prepare_tensorflow`."""
+
+    def run(argv: Sequence[str]) -> int:
+        configure_logging()
+        try:
+            return main(argv)
+        except TrainerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+
     define_flags()
     with ends_with_reader():
-        app.run(functools.partial(_main, main), flags_parser=parse_flags("error"))
+        app.run(run, flags_parser=parse_flags("error"))
     raise AssertionError("app.run returned")
 
 
@@ -68,12 +76,3 @@ def run_of(path: str) -> str:
     path = path.rstrip("/")
     above = os.path.dirname(os.path.dirname(path if is_url(path) else os.path.realpath(path)))
     return next((run for run in (path, above) if exists(RunFiles(run).config)), "")
-
-
-def _main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    configure_logging()
-    try:
-        return main(argv)
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code

@@ -19,7 +19,7 @@ _Bound: TypeAlias = tuple[str, Callable[[float], bool]]
 AT_LEAST_0: _Bound = ("0 or more", lambda x: 0 <= x < math.inf)
 _FRACTION: _Bound = ("from 0 to 1", lambda x: 0 <= x <= 1)
 BELOW_1: _Bound = ("at least 0 and below 1", lambda x: 0 <= x < 1)
-ABOVE_0: _Bound = ("above 0", lambda x: 0 < x < math.inf)
+ABOVE_0: _Bound = ("a finite number above 0", lambda x: 0 < x < math.inf)
 _AT_LEAST_1: _Bound = ("1 or more", lambda x: 1 <= x < math.inf)
 
 _Group = TypeVar("_Group")
@@ -284,7 +284,7 @@ class EarlyStoppingConfig:
             `Objective.is_lower_better` says.
     """
 
-    patience: int = option(0, at_least=0)
+    patience: int = option(0, at_least=0, needs=(("eval_every_steps",), "eval_every_steps=1000"))
     min_delta: float = option(
         0.0, bound=AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
     )

@@ -14,6 +14,9 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from data.system.files import DataError
 from data.tfrecord.shard_names import SPLIT_DIRS, SPLIT_NAMES
 
@@ -103,28 +106,25 @@ def test_fraction(options: Options) -> float:
     return fraction
 
 
-def divided(keys: Iterable[str], options: Options, where: str) -> dict[str, bytes]:
-    """Chooses the test examples; returns a mask for train and test: 1 if the split has the example.
+def divided(keys: Iterable[str], options: Options, where: str) -> dict[str, npt.NDArray[np.bool_]]:
+    """Chooses the test examples; returns masks for train and test: True if the split has it.
 
     The choice depends on an example's key and the seed only, not on the other examples, so the
     test split has about `test_fraction` of the examples.
     """
     fraction = test_fraction(options)
-    bound = int(fraction * 2**64)
     seed = str(options.seed or 0).encode()
-    least, most = 2**64, -1
 
-    def is_test(key: str) -> bool:
-        nonlocal least, most
+    def place(key: str) -> int:
         digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, key=seed)
-        place = int.from_bytes(digest.digest(), "big")
-        least, most = min(least, place), max(most, place)
-        return place < bound
+        return int.from_bytes(digest.digest(), "big")
 
-    test = bytes(map(is_test, keys))
-    masks = {"train": bytes(not chosen for chosen in test), "test": test}
+    places = np.fromiter(map(place, keys), np.uint64)
+    test = places < np.uint64(fraction * 2**64)
+    masks = {"train": ~test, "test": test}
     for split, mask in masks.items():
-        if mask and not any(mask):
+        if len(mask) and not mask.any():
+            least, most = int(places.min()), int(places.max())
             if least == most:
                 raise DataError(f"{where} has one example, and two splits need two. Give more.")
             middles = (round((least + most) / 2**65, digits) for digits in range(1, 20))

@@ -15,21 +15,14 @@ import pyarrow.compute as pc
 from typing_extensions import override
 
 from data.numerals import CODE, DOUBLE, INTEGER, INTEGERS, LONG, LONGEST, NUMBER, TEXT
-from data.prepare.sources.columns import (
-    EMPTY,
-    MISSING,
-    WHOLE,
-    WRONG,
-    Column,
-)
-from data.prepare.sources.tables import Array, Mask
+from data.prepare.sources.columns import EMPTY, MISSING, WHOLE, WRONG, Array, Column, Mask
+from data.prepare.sources.examples import LISTED
 from data.system.files import DataError
 from data.tfrecord.examples import Values
 
-LISTS = "lists"
+LISTS, NUMERIC = "lists", "numbers"
 _MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
 _LEAST_FLOAT32 = np.finfo(np.float32).smallest_normal
-_STORED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")  # Others become int64.
 _LIST_TYPES = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
@@ -51,16 +44,14 @@ def plain_type(dtype: pa.DataType) -> pa.DataType:
 
 def plain(array: pa.Array) -> pa.Array:
     """The array without dictionaries, types of extensions, and views, which Arrow cannot take."""
-    if pa.types.is_dictionary(array.type):
+    if pa.types.is_dictionary(array.type):  # Of views, perhaps, which Arrow cannot cast.
         return plain(array.dictionary).take(array.indices)
-    if isinstance(array.type, pa.BaseExtensionType):
-        return plain(array.storage)
     dtype = plain_type(array.type)
     return array if dtype == array.type else array.cast(dtype)
 
 
 def family_of(dtype: pa.DataType) -> str:
-    """NUMBER, TEXT or LISTS; "" for the type of only missing values, and for refused types.
+    """NUMERIC, TEXT or LISTS; "" for the type of only missing values, and for refused types.
 
     `dtype` is a `plain_type`, here and below.
     """
@@ -69,12 +60,12 @@ def family_of(dtype: pa.DataType) -> str:
         return LISTS if family_of(items) or pa.types.is_null(items) else ""
     if dtype in _TEXTS or pa.types.is_fixed_size_binary(dtype):
         return TEXT
-    is_number = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal
-    return NUMBER if any(is_one(dtype) for is_one in is_number) or _is_time(dtype) else ""
+    is_number = pa.types.is_primitive(dtype) or pa.types.is_decimal(dtype)  # Times are primitive.
+    return NUMERIC if is_number and not pa.types.is_interval(dtype) else ""
 
 
 def unit_of(dtype: pa.DataType) -> str:
-    """The type of times, such as timestamp[ms]; NUMBER; or "". For lists: of their items."""
+    """The type of times, such as timestamp[ms]; NUMERIC; or "". For lists: of their items."""
     if isinstance(dtype, _LIST_TYPES):
         return unit_of(dtype.value_type)
     if pa.types.is_timestamp(dtype) and dtype.tz:  # All are stored in UTC.
@@ -83,7 +74,7 @@ def unit_of(dtype: pa.DataType) -> str:
         return "date"
     if _is_time(dtype):
         return str(dtype)
-    return NUMBER if family_of(dtype) == NUMBER else ""
+    return NUMERIC if family_of(dtype) == NUMERIC else ""
 
 
 def _is_time(dtype: pa.DataType) -> bool:
@@ -130,17 +121,12 @@ class ArrowColumn(Column):
         kinds = {MISSING: missing, CODE: beyond}
         sizes = np.abs(values)
         if values.dtype == np.int64:
-            # The absolute value of -2**63 is negative in int64.
-            small = (sizes <= _MOST_FLOAT32_INTEGER) & (sizes >= 0)
-            if not small.all():
-                small |= (sizes >= 0) & (sizes.astype(np.float32).astype(np.float64) == sizes)
-            long = ~small & (sizes <= MOST_FLOAT64_INTEGER) & (sizes >= 0)
-            return {
-                **kinds,
-                INTEGER: present & small,
-                LONG: present & long,
-                LONGEST: present & ~small & ~long,
-            }
+            sizes = sizes.view(np.uint64)  # Which holds 2**63.
+            small = sizes.astype(np.float32).astype(np.uint64) == sizes
+            long = ~small & (sizes <= MOST_FLOAT64_INTEGER)
+            longest = ~small & ~long
+            kinds |= {INTEGER: present & small, LONG: present & long, LONGEST: present & longest}
+            return kinds
         if (infinite := present & np.isinf(values)).any():
             where = f"{path}, row {rows[int(infinite.argmax())]}"
             raise DataError(
@@ -159,19 +145,13 @@ class ArrowColumn(Column):
         double = changes | ((sizes < _LEAST_FLOAT32) & (sizes > 0) & (values.dtype == np.float64))
         return {**kinds, NUMBER: present & ~double, DOUBLE: present & double}
 
-    @override
-    def all_classes(self) -> None:
-        return None  # To read one column again costs little.
-
     @property
     @override
     def _kind_if_empty(self) -> str:
-        floats = {dtype for dtype in self._types if pa.types.is_floating(dtype)}
-        decimals = filter(pa.types.is_decimal, self._types)
-        reals = {*floats, *(dtype for dtype in decimals if dtype.scale > 0)}
-        if not reals:
-            return INTEGER if self._is_number else TEXT
-        return NUMBER if reals <= {pa.float16(), pa.float32()} else DOUBLE
+        if not self._is_number:
+            return TEXT
+        dtypes = {numbers_of(pa.nulls(1, dtype))[0].dtype.name for dtype in self._types}
+        return DOUBLE if "float64" in dtypes else NUMBER if "float32" in dtypes else INTEGER
 
     @override
     def lacks(self, values: pa.Array) -> Mask:
@@ -185,16 +165,16 @@ class ArrowColumn(Column):
         if self.kind != INTEGER:
             return super()._dtype
         (dtype,) = {str(dtype) for dtype in self._types} if len(self._types) == 1 else {""}
-        is_same = dtype in _STORED and not (self.num_missing and self.missing.kind)
+        is_same = dtype in LISTED and not (self.num_missing and self.missing.kind)
         return dtype if is_same else "int64"
 
     @property
     def stored(self) -> str:
         """The type in the records, with the type in the source if it is another."""
         kind = "text" if self.kind == TEXT else self._dtype
-        others = ["text" if family_of(dtype) == TEXT else str(dtype) for dtype in self._types]
-        others = [each for each in others if each.replace("double", "float64") != kind]
-        others = [each for each in others if (each, kind) != ("float", "float32")]
+        names = {"float": "float32", "double": "float64"}
+        types = [TEXT if family_of(each) == TEXT else str(each) for each in self._types]
+        others = [each for each in types if names.get(each, each) != kind]
         return f"{kind} of {', '.join(others)}" if others else kind
 
     @override
@@ -244,9 +224,7 @@ def numbers_of(array: pa.Array) -> tuple[Array, Mask, Mask]:
             return np.where(beyond, 0, np.array(integers, object)).astype(np.int64), missing, beyond
     if pa.types.is_boolean(array.type) or pa.types.is_null(array.type):
         array = array.cast(pa.int8())
-    if array.null_count:
-        array = array.fill_null(0)
-    numbers: Array = array.to_numpy(zero_copy_only=False)
+    numbers: Array = array.fill_null(0).to_numpy(zero_copy_only=False)
     if numbers.dtype == np.float16:
         numbers = numbers.astype(np.float32)
     if numbers.dtype.kind == "f":
@@ -261,7 +239,7 @@ def as_text(array: pa.Array) -> pa.Array:
     """Text, as large binary; missing values are empty."""
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
-    if family_of(array.type) == NUMBER:
+    if family_of(array.type) == NUMERIC:
         try:
             array = array.cast(pa.large_string())
         except pa.ArrowInvalid as error:  # Of times whose time zone the system does not know.
@@ -271,8 +249,7 @@ def as_text(array: pa.Array) -> pa.Array:
             ) from None
     elif pa.types.is_fixed_size_binary(array.type):
         array = array.cast(pa.binary())
-    found = array.cast(pa.large_binary())
-    return found.fill_null(b"") if found.null_count else found
+    return array.cast(pa.large_binary()).fill_null(b"")
 
 
 def _is_empty(texts: pa.Array) -> Mask:

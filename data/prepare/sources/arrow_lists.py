@@ -6,7 +6,6 @@ no float marks what was filled up. A missing list is not an empty list: --missin
 its row.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,18 +24,14 @@ from data.prepare.sources.arrow_columns import (
     numbers_of,
     texts_of,
 )
-from data.prepare.sources.columns import MISSING, Column, First, Missing
-from data.prepare.sources.examples import Classes, tensor
-from data.prepare.sources.tables import Array, Mask, TableColumn
+from data.prepare.sources.columns import MISSING, Array, First, ListColumn, Mask, Missing
+from data.prepare.sources.examples import RAW, Classes
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
 from data.tfrecord.examples import PADDING, Values, fixed
 
-# Types that tf.io.decode_raw reads. Others become int64; of bool, uint8.
-_STORED = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float32", "float64")
 
-
-class ArrowLists(Column):
+class ArrowLists(ListColumn):
     """A column of lists."""
 
     unit = "row"
@@ -68,15 +63,13 @@ class ArrowLists(Column):
                 item = int(np.searchsorted(np.cumsum(counts), item, side="right"))
             return f"{path}, row {rows[int(places[item])]}"
 
+        self._least += [2**62] * (depth - len(self._least))
+        self._most += [0] * (depth - len(self._most))
         for level, counts in enumerate(lengths):
             if (counts < 0).any():
                 raise self._no_item(where(int((counts < 0).argmax()), level))
-            least, most = int(counts.min(initial=2**62)), int(counts.max(initial=0))
-            if level == len(self._most):
-                self._least.append(least)
-                self._most.append(most)
-            self._least[level] = min(self._least[level], least)
-            self._most[level] = max(self._most[level], most)
+            self._least[level] = int(counts.min(initial=self._least[level]))
+            self._most[level] = int(counts.max(initial=self._most[level]))
 
         lacking = items.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
         if lacking.any():
@@ -86,8 +79,7 @@ class ArrowLists(Column):
             self._text_bytes += pc.sum(pc.binary_length(as_text(items))).as_py() or 0
             return
         numbers, _, wrong = numbers_of(items)
-        if numbers.dtype != np.int64:
-            wrong |= ~np.isfinite(numbers)
+        wrong |= ~np.isfinite(numbers)
         if wrong.any():
             first = int(wrong.argmax())
             raise DataError(
@@ -155,27 +147,16 @@ class ArrowLists(Column):
                 "one length: only lists of integers or of text are filled up. Fill them up in the "
                 "source, or leave the column out, by --columns."
             )
-        if self._item_type != "string":
-            self._check_padding()
+        self._check_padding()
 
     @override
     def notes(self, path: str) -> Iterator[str]:
-        if self._is_padded:
-            yield f"{path}: the longest list of {self.name} has {self._shape[0]:,} items"
+        return super().notes(path) if self._is_padded else iter(())
 
     @property
     def stored(self) -> str:
         """The type in the records."""
         return f"{'text' if self._item_type == 'string' else self._item_type} {self._shape}"
-
-    @override
-    def feature(self) -> TableColumn:
-        items = math.prod(self._shape)
-        if self._item_type == "string":
-            num_bytes = 2 * items + self._text_bytes // max(1, self._num_rows)
-        else:
-            num_bytes = items * np.dtype(self._item_type).itemsize
-        return TableColumn(tensor(self._item_type, self._shape), num_bytes, self.convert)
 
     @override
     def convert(self, values: pa.Array, classes: Classes | None = None) -> Values:
@@ -207,4 +188,4 @@ def _dtype_of(dtype: pa.DataType, values: Array) -> str:
     if pa.types.is_float16(dtype):
         return "float16"
     name = values.dtype.name if values.dtype.kind == "f" else str(dtype)
-    return name if name in _STORED else "int64"
+    return name if name in RAW else "int64"

@@ -1,7 +1,7 @@
 """Arrow tables in chunks -> a source, for Parquet and Python: types, missing values, label, splits.
 
     chunk = arrow_chunk("people.parquet", 0, 1000, schema, read)
-    source = arrow_source("people", "people.parquet", {"": [chunk]}, {}, options)
+    source = arrow_source("people", "people.parquet", {"": [chunk]}, options)
 
 All values are read to find the types, a few rows at a time, and read again when they are written.
 The result depends on the rows and their order only: not on the bounds of chunks and batches. But
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from typing_extensions import override
 
-from data.numerals import NUMBER, TEXT
+from data.numerals import TEXT
 from data.prepare.sources import Options, Source, split_named
 from data.prepare.sources.arrow_columns import (
     LISTS,
+    NUMERIC,
     ArrowColumn,
     as_text,
     family_of,
@@ -29,16 +29,22 @@ from data.prepare.sources.arrow_columns import (
     unit_of,
 )
 from data.prepare.sources.arrow_lists import ArrowLists
-from data.prepare.sources.columns import Column, declared_types, missing_of
+from data.prepare.sources.columns import Mask, columns_in, declared_types, missing_of, no_column
 from data.prepare.sources.examples import Classes
-from data.prepare.sources.tables import Batch, Chunk, Mask, columns_in, no_column
-from data.prepare.sources.typed_tables import read_all, typed_source
+from data.prepare.sources.tables import Batch, Chunk, read_all, typed_source
 from data.system.files import DataError
 from data.tfrecord.crc import Uint8s
 from data.tfrecord.shard_names import SPLIT_DIRS
 
 _INDEX = re.compile(r"__index_level_\d+__")  # Of pandas, without a name.
 _SHOWN_COLUMNS = 100
+BATCH_ROWS, BATCH_BYTES = 2048, 4 << 20
+
+
+def rows_at_once(batch: pa.RecordBatch) -> int:
+    """The number of rows for a batch of some MiB, if rows are as large as those of `batch`."""
+    row_bytes: int = max(1, batch.nbytes // max(1, len(batch)))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
 
 
 def arrow_chunk(
@@ -63,13 +69,12 @@ def arrow_source(
     name: str,
     path: str,
     tables: Mapping[str, Sequence[Chunk]],
-    files: Mapping[str, str],
     options: Options,
 ) -> Source:
     """The columns of `tables`, by split, as features with the same names.
 
     A table with the name "" is divided: by the column `split_column`, or by `test_fraction`.
-    `path`, and `files` of the splits: for messages.
+    `path`: for messages.
     """
     missing = missing_of(options.missing)
     chunks = [chunk for part in tables.values() for chunk in part]
@@ -77,23 +82,18 @@ def arrow_source(
         raise DataError(f"{path} has no rows.")
     names, notes = _names(path, chunks, options)
     columns = _columns(path, chunks, names, options)
-    splits = {name: _Splits(name) for name in filter(None, [options.split_column])}
-    read_all(path, chunks, {**columns, **splits})
-    masks = next((found.masks() for found in splits.values()), None)
-    source, classes = typed_source(name, path, tables, columns, missing, options, files, masks)
+    masks = _masks(path, chunks, options.split_column) if options.split_column else None
+    read_all(path, chunks, columns)
+    source, classes = typed_source(name, path, tables, columns, missing, options, masks)
     types = _types_note(path, columns, classes)
     return source._replace(notes=[*notes, *source.notes, types])
 
 
-class _Splits(Column):
-    """Finds the rows of each split, by a column with the names of splits."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._parts: list[Uint8s] = []  # Numbers of SPLIT_DIRS.
-
-    @override
-    def add(self, values: pa.Array, path: str, rows: Sequence[int]) -> None:
+def _masks(path: str, chunks: Sequence[Chunk], column: str) -> dict[str, Mask]:
+    """The rows of each split, bool [rows], by a column with the names of splits."""
+    parts: list[Uint8s] = []  # Numbers of SPLIT_DIRS.
+    for _, batch in itertools.chain.from_iterable(chunk.batches([column]) for chunk in chunks):
+        values = batch[column]
         if pa.types.is_nested(values.type):  # Lists, for example: no names of splits.
             found = [str(values.type)] * len(values)
         else:
@@ -101,16 +101,13 @@ class _Splits(Column):
         splits = list(map(split_named, found))
         if "" in splits:
             raise DataError(
-                f"{path}: column {self.name} has {found[splits.index('')]!r}. Needed are names of "
+                f"{path}: column {column} has {found[splits.index('')]!r}. Needed are names of "
                 "splits, such as train, test and val. Rename its values, or leave --split_column "
                 "out."
             )
-        self._parts.append(np.array(list(map(SPLIT_DIRS.index, splits)), np.uint8))
-
-    def masks(self) -> dict[str, Mask]:
-        """The rows of each split, bool [rows]."""
-        every = np.concatenate(self._parts)
-        return {SPLIT_DIRS[number]: every == number for number in np.unique(every)}
+        parts.append(np.array(list(map(SPLIT_DIRS.index, splits)), np.uint8))
+    every = np.concatenate(parts)
+    return {SPLIT_DIRS[number]: every == number for number in np.unique(every)}
 
 
 def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[str], list[str]]:
@@ -119,13 +116,17 @@ def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[s
     chosen = columns_in(options.columns)
     named: dict[str, Sequence[str | None]]
     named = {"label": [options.label], "columns": chosen, "split_column": [options.split_column]}
+    for flag, columns in named.items():
+        for column in filter(None, columns):
+            if column not in there:
+                raise no_column(path, flag, column, there)
     needed = {*filter(None, itertools.chain(*named.values()))} if chosen else {*there}
     for chunk in chunks:
-        found = chunk.schema.names
-        if repeated := [name for name in found if found.count(name) > 1]:
-            raise DataError(f"{chunk.path} has two columns {repeated[0]!r}. Rename one.")
-        here = {name for name in found if not chosen or name in needed}
-        missing, more = sorted(needed.intersection(there) - here), sorted(here.difference(there))
+        found = {*chunk.schema.names}
+        if len(found) < len(chunk.schema.names):
+            twice = next(name for name in found if chunk.schema.names.count(name) > 1)
+            raise DataError(f"{chunk.path} has two columns {twice!r}. Rename one.")
+        missing, more = sorted(needed - found), [] if chosen else sorted(found - needed)
         if missing or more:
             said = [f"lacks {', '.join(missing)}"] if missing else []
             said += [f"also has {', '.join(more)}"] if more else []
@@ -135,10 +136,6 @@ def _names(path: str, chunks: Sequence[Chunk], options: Options) -> tuple[list[s
                 "label: --columns has those that are taken. --source may name one file, which is "
                 "then divided."
             )
-    for flag, columns in named.items():
-        for column in filter(None, columns):
-            if column not in there:
-                raise no_column(path, flag, column, there)
     names = [
         column
         for column in there
@@ -173,28 +170,27 @@ def _columns(
         families: dict[str, Chunk] = {}
         units: dict[str, Chunk] = {}
         for chunk in chunks:
-            dtype = chunk.schema.field(name).type
-            family = family_of(plain_type(dtype))
+            dtype = plain_type(chunk.schema.field(name).type)
+            family = family_of(dtype)
             if not family and not pa.types.is_null(dtype):
                 raise DataError(
                     f"{chunk.path}: column {name} is {dtype}, which a record cannot hold. Needed "
                     "are numbers, times, text, or lists of these. Make columns of its parts, or "
                     "leave it out: --columns has the columns that are taken."
                 )
-            if family:
-                families.setdefault(family, chunk)
-            if unit := unit_of(plain_type(dtype)):
-                units.setdefault(unit, chunk)
+            for found, kind in ((families, family), (units, unit_of(dtype))):
+                if kind:
+                    found.setdefault(kind, chunk)
         if mixed := next((found for found in (families, units) if len(found) > 1), None):
             (one, at), (other, there) = list(mixed.items())[:2]
             raise DataError(
-                f"{there.path}: column {name} has {_plural(other)} from row {there.first} on, and "
-                f"{_plural(one)} in {at.path} from row {at.first} on. Convert one of them, "
+                f"{there.path}: column {name} has {other} from row {there.first} on, and "
+                f"{one} in {at.path} from row {at.first} on. Convert one of them, "
                 "or leave it out: --columns has the columns that are taken."
             )
         how: dict[str, Any] = {"is_label": name == options.label, "declared": types.get(name, "")}
         if LISTS not in families:
-            is_number = NUMBER in families
+            is_number = NUMERIC in families
             columns[name] = ArrowColumn(name, is_number=is_number, texts=texts, **how)
         elif name == options.label or types.get(name, TEXT) != TEXT:
             flag = "label" if name == options.label else "integer or --float"
@@ -204,10 +200,6 @@ def _columns(
         else:
             columns[name] = ArrowLists(name, texts=texts, **how)
     return columns
-
-
-def _plural(family: str) -> str:
-    return f"{family}s" if family == "number" else family
 
 
 def _types_note(

@@ -8,12 +8,18 @@ values = column.convert(["37", "41"])           # for data.tfrecord.examples
 """
 
 import collections
+import csv
 import decimal
+import difflib
+import itertools
+import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
 
 from data.numerals import (
     CODE,
@@ -32,16 +38,7 @@ from data.numerals import (
     kind_of,
 )
 from data.prepare.sources import DROP, Options
-from data.prepare.sources.examples import Classes, scalar, tensor, text
-from data.prepare.sources.tables import (
-    Array,
-    Mask,
-    TableColumn,
-    classes_of,
-    columns_in,
-    no_column,
-    typed,
-)
+from data.prepare.sources.examples import Classes, Node, classes_of, scalar, tensor, text
 from data.system.files import DataError
 from data.tfrecord.examples import PADDING, Values, fixed
 
@@ -52,9 +49,24 @@ WHOLE = "whole"  # An integer with a decimal point or an exponent, in a label: 1
 WRONG = "wrong"  # Not of the type that an option says.
 _NUMERALS = (*NUMBERS, CODE)
 _MOST_DIGITS = 19  # Of int64.
-_MOST_DIFFERENT = 1 << 20
 _OPTION_OF = {INTEGER: "integer", NUMBER: "float"}
+_SHOWN_COLUMNS = 30
 _DTYPES = {INTEGER: "int64", NUMBER: "float32", DOUBLE: "float64"}
+
+Array: TypeAlias = npt.NDArray[np.generic]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+
+class TableColumn(NamedTuple):
+    """A column of a table as a feature, which `node` describes.
+
+    `num_bytes`: an estimate of the size of a value. `convert(values, classes)` returns values as a
+    record holds them; `classes` are those of the label.
+    """
+
+    node: Node
+    num_bytes: int
+    convert: Callable[[Any, Classes | None], Values]
 
 
 class First(NamedTuple):
@@ -87,21 +99,15 @@ class Column:
         self.name, self.is_label, self.declared = name, is_label, declared
         self.as_text = typed("text", *texts, name)  # The flag that makes it text.
         self._first: dict[str, First] = {}
-        self._counts: collections.Counter[str] = collections.Counter()
+        self.counts: collections.Counter[str] = collections.Counter()  # Of values, by kind.
         self.missing = Missing(False)
         self.kind = ""  # INTEGER, NUMBER, DOUBLE or TEXT, after `finish`.
         self._text_bytes = self._num_rows = 0
-        # The different values of a label, if they are not too many.
-        self._different: set[str] | None = set() if is_label else None
 
     def add(self, values: Any, path: str, rows: Sequence[int]) -> None:
         """Adds values, which are in these `rows` (or lines) of file `path`."""
         self._num_rows += len(values)
         self._text_bytes += len("".join(values).encode())
-        if self._different is not None:
-            self._different.update(values)
-            if len(self._different) > _MOST_DIFFERENT:
-                self._different = None
         for value, row in zip(values, rows, strict=True):
             self._add(value, path, row)
 
@@ -112,20 +118,18 @@ class Column:
         elif self.declared == INTEGER:
             kind = INTEGER if kind in _NUMERALS and whole(value) is not None else WRONG
         elif self.declared == NUMBER:
-            if kind == CODE:
-                is_long = abs(float(value)) > 2**24  # Float32 may change its whole part.
-                kind = DOUBLE if is_long else kind_of(repr(float(value)))
+            kind = kind_of(repr(float(value))) if kind == CODE else kind
             kind = kind if kind in NUMBERS else WRONG
         elif self.is_label and kind in (NUMBER, DOUBLE) and whole(value) is not None:
             kind = WHOLE
-        if kind in self._counts:
-            self._counts[kind] += 1
+        if kind in self.counts:
+            self.counts[kind] += 1
         else:
             self._count(kind, 1, path, row, value)
 
     def _count(self, kind: str, number: int, path: str, row: int, value: str = "") -> None:
         """Adds `number` values of a kind; `value` is the first of them."""
-        self._counts[kind] += number
+        self.counts[kind] += number
         self._first.setdefault(kind, First(f"{path}, {self.unit} {row}", value))
 
     def finish(self, missing: Missing) -> None:
@@ -133,7 +137,7 @@ class Column:
         self.missing, self.kind = missing, self._found_kind(missing)
 
     def _found_kind(self, missing: Missing) -> str:
-        first, counts = self._first, self._counts
+        first, counts = self._first, self.counts
         if self.is_label and EMPTY in first and not missing.drops:
             where = first[EMPTY].where
             raise DataError(
@@ -172,13 +176,6 @@ class Column:
         if kinds.issubset({*INTEGERS, WHOLE}):
             return INTEGER
         if LONGEST in first and not self.declared:
-            if {*numbers} <= {*INTEGERS, WHOLE}:  # Only the given number is no integer.
-                wrong = first[LONGEST]
-                raise DataError(
-                    f"{wrong.where}: column {self.name} has {wrong.value!r}, which no float holds, "
-                    f"and --missing={missing.number} is no integer. Type --missing=0, for example, "
-                    f"or {typed('float', self.name)}, which rounds it, or {self.as_text}."
-                )
             return TEXT
         return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
 
@@ -208,6 +205,10 @@ class Column:
             )
 
     @property
+    def _num_missing(self) -> int:
+        return self.counts[EMPTY] + self.counts[MISSING]
+
+    @property
     def num_missing(self) -> int:
         """The number of missing values. In text, only the empty values of a label are missing."""
         if self.kind == TEXT and not (self.is_label and EMPTY in self._first):
@@ -216,56 +217,31 @@ class Column:
 
     def notes(self, path: str) -> Iterator[str]:
         """What a user should know if values of the column do not look as its type does."""
-        yield self._note()
-
-    def _note(self) -> str:
         first = self._first
         if self.kind == INTEGER and WHOLE in first:
             found = first[WHOLE]
-            return f"{found.where}: the label {self.name} has {found.value!r}, taken as an integer"
+            yield f"{found.where}: the label {self.name} has {found.value!r}, taken as an integer"
         if self.kind != TEXT or self.declared:
-            return ""
-        numbers = sum(self._counts[number] for number in (*NUMBERS, CODE, WHOLE))
-        if TEXT in first:
+            return
+        unfit = next((kind for kind in (TEXT, CODE, LONGEST, GROUPED) if kind in first), "")
+        if unfit == TEXT:
             word = first[TEXT]
-            if not numbers:
-                return ""
-            if self.is_label:
-                return (
+            numbers = sum(self.counts[number] for number in (*NUMBERS, CODE, WHOLE))
+            if self.is_label and numbers:
+                yield (
                     f"{word.where}: the label {self.name} has {word.value!r}, so all its values "
                     "are names, also numbers"
                 )
-            if numbers == self._counts[CODE]:
-                return ""
-            return (
-                f"{word.where}: column {self.name} is text, because it has {word.value!r}; "
-                f"{numbers:,} of its {self._counts.total():,} values are numbers. If all "
-                f"should be, add {typed('float', self.name)}, and correct the others"
-            )
-        unfit = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in first), "")
-        if not unfit:
-            return ""
-        why = "a number has no separators as in" if unfit == GROUPED else "a number would change"
-        where, value = first[unfit].where, first[unfit].value
-        return f"{where}: column {self.name} is text, because {why} {value!r}"
-
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of the values."""
-        return set(self._counts)
-
-    def _check_padding(self) -> None:
-        """Raises DataError for an item that is padding. For columns of lists."""
-        if wrong := self._first.get(str(PADDING)):
-            raise DataError(
-                f"{wrong.where}: column {self.name} has the item {PADDING}, with which shorter "
-                "lists are filled up. Replace it by another integer, or, if all are text, add "
-                f"{self.as_text}."
-            )
-
-    @property
-    def _num_missing(self) -> int:
-        return self._counts[EMPTY] + self._counts[MISSING]
+            elif numbers > self.counts[CODE]:
+                yield (
+                    f"{word.where}: column {self.name} is text, because it has {word.value!r}; "
+                    f"{numbers:,} of its {self.counts.total():,} values are numbers. If all "
+                    f"should be, add {typed('float', self.name)}, and correct the others"
+                )
+        elif unfit:
+            where, value = first[unfit]
+            why = f"a number {'has no separators as in' if unfit == GROUPED else 'would change'}"
+            yield f"{where}: column {self.name} is text, because {why} {value!r}"
 
     def feature(self) -> TableColumn:
         """The column as a feature, after `finish`."""
@@ -289,10 +265,6 @@ class Column:
         if self.kind == TEXT:
             return set(self._names(values))
         return set(np.unique(self._numbers(values)).astype(np.int64).tolist())
-
-    def all_classes(self) -> set[int | str] | None:
-        """The values of a label in all rows; None if they were not kept: read them again."""
-        return None if self._different is None else self.classes(list(self._different))
 
     def label_classes(
         self, path: str, values: Iterable[int | str]
@@ -332,6 +304,35 @@ class Column:
             return np.array(list(map(float, values)), np.float64)
         is_exact = self.is_label or self.declared
         return np.array(list(map(whole if is_exact else int, values)), np.int64)
+
+
+class ListColumn(Column):
+    """A column of lists: tensors of one shape. `finish` sets the type and the shape."""
+
+    _item_type: str  # As in features.json: "string", or a dtype.
+    _shape: list[int]
+
+    @override
+    def feature(self) -> TableColumn:
+        items = math.prod(self._shape)
+        if self._item_type == "string":
+            num_bytes = 2 * items + self._text_bytes // max(1, self._num_rows)
+        else:
+            num_bytes = items * np.dtype(self._item_type).itemsize
+        return TableColumn(tensor(self._item_type, self._shape), num_bytes, self.convert)
+
+    @override
+    def notes(self, path: str) -> Iterator[str]:
+        yield f"{path}: the longest list of {self.name} has {self._shape[0]:,} items"
+
+    def _check_padding(self) -> None:
+        """Raises DataError for an integer that is padding."""
+        if self._item_type != "string" and str(PADDING) in self._first:
+            raise DataError(
+                f"{self._first[str(PADDING)].where}: column {self.name} has the item {PADDING}, "
+                "with which shorter lists are filled up. Replace it by another integer, or, if all "
+                f"are text, add {self.as_text}."
+            )
 
 
 def missing_of(option: str | None) -> Missing:
@@ -374,6 +375,38 @@ def declared_types(
             f"{shlex.quote(f'--config.data.label={options.label}')}."
         )
     return types, [column for column, option in option_of.items() if option == "lists"]
+
+
+def typed(option: str, *columns: str) -> str:
+    """The flag with these columns, as it is typed in a shell."""
+    names = (
+        '"{}"'.format(name.replace('"', '""')) if set(name) & set(',"') else name
+        for name in columns
+    )
+    return shlex.quote(f"--{option}={','.join(names)}")
+
+
+def columns_in(option: str | None) -> list[str]:
+    """The columns in the value of a flag: separated by commas, in double quotes if needed."""
+    found = next(csv.reader([option or ""], skipinitialspace=True), [])
+    return [column.strip() for column in found if column.strip()]
+
+
+def no_column(path: str, flag: str, name: str, columns: Collection[str]) -> DataError:
+    """The error for a flag that names a column which is not there."""
+    lower = {column.lower(): column for column in columns}
+    similar = difflib.get_close_matches(name.lower(), lower, n=3)
+    near = [lower[found] for found in similar or [x for x in lower if name.lower() in x][:3]]
+    hint = f"Did you mean {' or '.join(typed(flag, column) for column in near)}? " if near else ""
+    for mark in "|:; " if len(columns) == 1 else "":
+        if mark in next(iter(columns)):
+            hint = f"If these are several columns, add {shlex.quote(f'--delimiter={mark}')}. "
+            break
+    more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
+    return DataError(
+        f"{path} has no column {name!r}. {hint}--{flag} may be "
+        f"{', '.join(itertools.islice(columns, _SHOWN_COLUMNS))}{more}."
+    )
 
 
 def whole(value: str) -> int | None:

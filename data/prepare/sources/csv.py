@@ -4,7 +4,7 @@
 
 `csv_files` finds the encoding and the separator, and `columns` the type of each column, from all of
 its values: docs/data.md has the rules. The files are read some lines at a time: twice, or three
-times if rows are left out, or if the label has more than a million different values.
+times if there is a label, or if rows are left out.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
 -1, or with empty text if the items of the column are text.
@@ -24,14 +24,21 @@ from data.prepare.sources.columns import (
     EMPTY,
     Column,
     First,
+    ListColumn,
     Missing,
     declared_types,
     missing_of,
 )
 from data.prepare.sources.csv_files import SUFFIXES, Layout, layout_of, lines
-from data.prepare.sources.examples import Classes, tensor
-from data.prepare.sources.tables import Batch, Chunk, TableColumn, common_columns, split_files
-from data.prepare.sources.typed_tables import read_all, typed_source
+from data.prepare.sources.examples import Classes
+from data.prepare.sources.tables import (
+    Batch,
+    Chunk,
+    common_columns,
+    read_all,
+    split_files,
+    typed_source,
+)
 from data.system.files import DataError
 from data.tfrecord.examples import PADDING, Values, fixed
 
@@ -55,24 +62,17 @@ def source(name: str, path: str, options: Options) -> Source:
             declared=types.get(column, ""),
             texts=as_text,
         )
-    chunks = [
-        Chunk(file, 0, functools.partial(_batches, file, layouts[split]))
-        for split, file in files.items()
-    ]
-    counts = read_all(path, chunks, columns)
-    if 0 in counts:
-        raise DataError(f"{chunks[counts.index(0)].path} has no rows.")
-    tables = {
-        split: [chunk._replace(num_rows=count)]
-        for split, chunk, count in zip(files, chunks, counts, strict=True)
-    }
+    tables = {}
+    for split, file in files.items():
+        chunk = Chunk(file, 0, functools.partial(_batches, file, layouts[split]))
+        tables[split] = read_all(file, [chunk], columns)
     notes = [layout.note for layout in layouts.values()]
     layout = next(iter(layouts.values()))
     for column in sorted({*layout.unnamed} - {*types, *listed, options.label}):
         notes.append(_without_name(path, layout, columns, column))
     if not columns:
         raise DataError(f"{path} has no column with a name. If its first line is data: --noheader")
-    found, _ = typed_source(name, path, tables, columns, missing, options, files)
+    found, _ = typed_source(name, path, tables, columns, missing, options)
     return found._replace(notes=[*filter(None, notes), *found.notes])
 
 
@@ -89,13 +89,13 @@ def _batches(path: str, layout: Layout, columns: Sequence[str]) -> Iterator[Batc
 
 def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: str) -> str:
     """Removes a column without a name if it is an index or empty; returns a note."""
-    if columns[name].kinds <= {EMPTY}:
+    if columns[name].counts.keys() <= {EMPTY}:
         del columns[name]
         return f"{path}: {name} has no name and no values, and is left out"
     if not layout.has_header:
         return ""
     is_first = name == layout.columns[0] and len(layout.columns) > 1
-    if not (is_first and columns[name].kinds == {INTEGER}):
+    if not (is_first and columns[name].counts.keys() == {INTEGER}):
         return f"{path}: a column has no name, and is called {name}"
     del columns[name]
     return (
@@ -104,7 +104,7 @@ def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: s
     )
 
 
-class Lists(Column):
+class Lists(ListColumn):
     """A column of lists. Finds the longest list, and the first item of each kind."""
 
     def __init__(self, name: str, **how: Any) -> None:
@@ -126,14 +126,16 @@ class Lists(Column):
                 kind = kind_of(item)
                 if kind != CODE:
                     kind = INTEGER if kind in INTEGERS else TEXT
-                for found in (kind, *([item] if item == str(PADDING) else [])):
-                    first.setdefault(found, First(f"{path}, {self.unit} {row}", item))
+                if kind not in first:
+                    first[kind] = First(f"{path}, {self.unit} {row}", item)
+                if item == str(PADDING):
+                    first.setdefault(item, First(f"{path}, {self.unit} {row}", item))
 
     @override
     def finish(self, missing: Missing) -> None:
         """Raises DataError for a mix of integers and text, and for an integer that is padding."""
         first = self._first = self._firsts[self._separator]
-        self._length = self._lengths[self._separator]
+        self._shape = [self._lengths[self._separator]]
         if INTEGER in first and TEXT in first and self.declared != TEXT:
             integer, wrong = first[INTEGER], first[TEXT]
             raise DataError(
@@ -141,14 +143,14 @@ class Lists(Column):
                 f"{integer.value!r} in {integer.where}. The items of a column are integers or "
                 f"text: correct it, or, if all are text, add {self.as_text}."
             )
-        self.kind = TEXT if self.declared == TEXT or {TEXT, CODE} & first.keys() else INTEGER
-        if self.kind == INTEGER:
-            self._check_padding()
+        is_text = self.declared == TEXT or bool({TEXT, CODE} & first.keys())
+        self._item_type = "string" if is_text else "int64"
+        self._check_padding()
 
     @override
     def notes(self, path: str) -> Iterator[str]:
         first = self._first
-        yield f"{path}: the longest list of {self.name} has {self._length:,} items"
+        yield from super().notes(path)
         if CODE in first and TEXT not in first and self.declared != TEXT:
             yield (
                 f"{first[CODE].where}: the items of {self.name} are text, because a number would "
@@ -156,20 +158,14 @@ class Lists(Column):
             )
 
     @override
-    def feature(self) -> TableColumn:
-        if self.kind == INTEGER:
-            return TableColumn(tensor("int64", [self._length]), 8 * self._length, self.convert)
-        num_bytes = 2 * self._length + self._text_bytes // max(1, self._num_rows)
-        return TableColumn(tensor("string", [self._length]), num_bytes, self.convert)
-
-    @override
     def convert(self, values: Sequence[str], classes: Classes | None = None) -> Values:
-        fill = str(PADDING) if self.kind == INTEGER else ""
+        (length,) = self._shape
+        fill = "" if self._item_type == "string" else str(PADDING)
         found = [_items(value, self._separator) for value in values]
-        rows = [[*items, *[fill] * (self._length - len(items))] for items in found]
-        if self.kind == INTEGER:
-            return fixed(np.array([list(map(int, row)) for row in rows], "<i8"))
-        return np.array([list(map(str.encode, row)) for row in rows], object)
+        rows = [[*items, *[fill] * (length - len(items))] for items in found]
+        if self._item_type == "string":
+            return np.array([list(map(str.encode, row)) for row in rows], object)
+        return fixed(np.array([list(map(int, row)) for row in rows], "<i8"))
 
 
 def _items(value: str, separator: str | None) -> list[str]:

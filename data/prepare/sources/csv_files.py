@@ -9,8 +9,6 @@ docs/data.md says how the separator is found.
 import codecs
 import contextlib
 import csv
-import difflib
-import encodings.aliases
 import io
 import itertools
 import re
@@ -202,11 +200,9 @@ def _known_encoding(given: str) -> str:
         "".encode(given)  # Fails for a codec that is not of text, such as base64.
         return codecs.lookup(given).name
     except (LookupError, UnicodeError):
-        near = difflib.get_close_matches(given.lower(), encodings.aliases.aliases, n=1)
-        hint = f" Did you mean --encoding={near[0]}?" if near else ""
         raise DataError(
-            f"--encoding={given} is no encoding of text.{hint} Type --encoding=latin-1, cp1252, "
-            "utf-16 or gb18030, for example."
+            f"--encoding={given} is no encoding of text. Type --encoding=latin-1, cp1252, utf-16 "
+            "or gb18030, for example."
         ) from None
 
 

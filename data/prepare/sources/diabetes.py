@@ -7,8 +7,9 @@ import numpy as np
 from sklearn.datasets import load_diabetes
 
 from data.prepare.sources import Options, Source
+from data.prepare.sources.columns import TableColumn
 from data.prepare.sources.examples import scalar
-from data.prepare.sources.tables import Chunk, TableColumn, table_source
+from data.prepare.sources.tables import Chunk, table_source
 
 
 def source(name: str, path: str, options: Options) -> Source:

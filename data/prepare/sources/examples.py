@@ -10,10 +10,8 @@ The nodes have the form of tensorflow-datasets (tensorflow_datasets/core/proto/f
 import bisect
 import functools
 import gzip
-import io
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -31,8 +29,10 @@ Node = Mapping[str, object]
 # The images of a split, uint8 [N, H, W, C], and their classes, [N], or [N, L] for L labels.
 ImageArrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
 
+# Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
+RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
+LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
 _CLASSES = "tensorflow_datasets.core.features."
-_MOST_NAME_BYTES = 200  # Of 255, with the endings of a file that is not complete.
 
 
 class Classes(NamedTuple):
@@ -46,14 +46,35 @@ class Classes(NamedTuple):
         return np.array([bisect.bisect_left(self.names, name) for name in names], np.int64)
 
 
-def file_bytes(path: str) -> npt.NDArray[np.uint8]:
-    """The bytes of a file: mapped, or in memory if it is a GZIP file, which is decompressed.
+def classes_of(
+    values: Iterable[int | str], where: str, or_else: str = ""
+) -> tuple[Classes, Sequence[str]]:
+    """The classes of a label with these values: sorted names, or integers from 0; and notes.
 
-    Raises DataError if it is damaged.
+    `or_else`: for messages, what may be done other than to replace negative values.
     """
+    distinct = set(values)
+    if names := tuple(sorted(value for value in distinct if isinstance(value, str))):
+        return Classes(len(names), names), ()
+    numbers = [value for value in distinct if isinstance(value, int)]
+    least, most = min(numbers, default=0), max(numbers, default=-1)
+    if least < 0:
+        raise DataError(
+            f"{where} is the label, and has {least}; needed are integers from 0. Replace such "
+            f"values{or_else}."
+        )
+    notes = []
+    if len(numbers) <= most:
+        notes.append(
+            f"{where} has {len(numbers):,} different values from {least:,} to {most:,}. So the "
+            f"label has {most + 1:,} classes, some without examples"
+        )
+    return Classes(most + 1), notes
+
+
+def file_bytes(path: str) -> npt.NDArray[np.uint8]:
+    """The bytes of a file; those of a GZIP file are decompressed. DataError if it is damaged."""
     with open_unpacked(path) as file:
-        if isinstance(file, io.BufferedReader) and os.path.getsize(path):  # Not packed.
-            return np.memmap(path, np.uint8, "r")
         try:
             return np.frombuffer(file.read(), np.uint8)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -122,14 +143,8 @@ def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> d
                 raise DataError(
                     f"{class_name!r} cannot be the name of a class: it is not one line of text."
                 )
-        if not classes.names:
-            continue
-        if (num_bytes := len(key.encode())) > _MOST_NAME_BYTES:
-            raise DataError(
-                f"The label {key!r} has {num_bytes} bytes, and its name becomes that of a file, "
-                f"which has at most {_MOST_NAME_BYTES} here. Give the column a shorter name."
-            )
-        files[labels_file(key)] = "".join(f"{name}\n" for name in classes.names)
+        if classes.names:
+            files[labels_file(key)] = "".join(f"{name}\n" for name in classes.names)
     return files
 
 

@@ -249,13 +249,10 @@ def _listed(directory: str) -> tuple[list[str], list[str]]:
     """The names of the folders and of the files in a directory, without hidden ones."""
     folders: list[str] = []
     names: list[str] = []
-    try:
-        with os.scandir(directory) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if not is_ignored(entry.name):
-                    (folders if entry.is_dir() else names).append(entry.name)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"--source={directory} is not a directory.") from None
+    with os.scandir(directory) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if not is_ignored(entry.name):
+                (folders if entry.is_dir() else names).append(entry.name)
     return folders, names
 
 

@@ -3,7 +3,7 @@
 Four files: {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or with .gz. EMNIST has several such
 sets, emnist-letters-{train,test}-... and others. Each file is a big-endian header (two zero bytes,
 8 for uint8, the number of dimensions, then each dimension's size as uint32) and the bytes:
-http://yann.lecun.com/exdb/mnist, "File formats". A file with .gz is held in memory while it is
+http://yann.lecun.com/exdb/mnist, "File formats". The images are held in memory while they are
 written.
 """
 
@@ -75,8 +75,6 @@ def _array(path: str, dimensions: int) -> npt.NDArray[np.uint8]:
 
 def _prefix(name: str, directory: str) -> str:
     """What the names of the files of `name` begin with: "", or for example "emnist-letters-"."""
-    if not os.path.isdir(directory):
-        raise DataError(f"--source={directory} is not a directory. Give the one with {FILES}.")
     found = filter(None, map(_PREFIX.fullmatch, sorted(os.listdir(directory))))
     prefixes = list(dict.fromkeys(match[1] for match in found))
     if f"{name}-" in prefixes:

@@ -6,28 +6,19 @@
 Arrays are read a few rows at a time, compressed or not. Numbers keep their type and exact value.
 """
 
-import itertools
 import math
 import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from data.prepare.sources import Options, Source
-from data.prepare.sources.examples import Classes, scalar, tensor, text
-from data.prepare.sources.tables import (
-    Array,
-    Batch,
-    Chunk,
-    TableColumn,
-    classes_of,
-    common_columns,
-    split_files,
-    table_source,
-)
+from data.prepare.sources.columns import Array, TableColumn
+from data.prepare.sources.examples import LISTED, RAW, Classes, classes_of, scalar, tensor, text
+from data.prepare.sources.tables import Batch, Chunk, common_columns, split_files, table_source
 from data.system.files import DataError
 from data.tfrecord.examples import Values, fixed
 from data.tfrecord.shard_names import SPLIT_NAMES
@@ -37,16 +28,6 @@ _COLUMN_OF_SPLIT = re.compile(rf"(?P<column>.+)_(?P<split>{_SPLITS})")
 _SPLIT_OF_COLUMN = re.compile(rf"(?P<split>{_SPLITS})_(?P<column>.+)")
 _BLOCK_BYTES = 1 << 18
 _LABEL_ROWS = 4096
-# Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
-_RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
-_LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
-# Types that a record cannot hold, and the types that hold the same values.
-_INSTEAD: Mapping[type[np.generic], str] = {
-    np.bool_: "uint8",
-    np.uint32: "int64",
-    np.datetime64: "int64",
-    np.timedelta64: "int64",
-}
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -74,31 +55,22 @@ class _Column(NamedTuple):
     @property
     def is_list(self) -> bool:
         """True if a record holds a row as a list with one number, or as one string."""
-        return len(self.shape) == 1 and (self.dtype.kind in "US" or self.dtype.name in _LISTED)
+        return len(self.shape) == 1 and (self.dtype.kind in "US" or self.dtype.name in LISTED)
 
     def feature(self) -> TableColumn:
         """The column as a feature."""
         if self.is_list:
             node = text() if self.dtype.kind in "US" else scalar(self.dtype.name)
-        elif self.dtype.name in _RAW:
+        elif self.dtype.name in RAW:
             node = tensor(self.dtype.name, self.shape[1:])
         else:
+            name = self.member.removesuffix(".npy")
             raise DataError(
-                f"{self.path}: {self.member} is {self.dtype.name} {list(self.shape)}, which a "
-                f"record cannot hold. {self._advice()}"
+                f"{self.path}: {name} is {self.dtype.name} {list(self.shape)}, which a record "
+                f"cannot hold. Save {name}.astype(np.int64), for example: one of "
+                f"{', '.join(RAW)}, or strings [N], which keep ids above 2**63."
             )
         return TableColumn(node, self.row_bytes, self.convert)
-
-    def _advice(self) -> str:
-        name = self.member.removesuffix(".npy")
-        if dtype := _INSTEAD.get(self.dtype.type):
-            return f"Save {name}.astype(np.{dtype}) of it."
-        if self.dtype.name == "uint64":
-            return (
-                f"Save {name}.astype(np.int64) of it, if all are below 2**63; or, of an array of "
-                f"one dimension, {name}.astype(str), which keeps ids as text."
-            )
-        return f"Save it as one of {', '.join(_RAW)}, or as strings [N]."
 
     def blocks(self, rows: int) -> Iterator[Array]:
         """Yields all rows, `rows` at a time."""
@@ -113,32 +85,33 @@ class _Column(NamedTuple):
         except _DAMAGE as error:
             raise DataError(f"{self.path}: {self.member} is damaged: {error}.") from None
 
-    def convert(self, block: Array, classes: Classes | None = None) -> Values:
+    def convert(self, block: Any, classes: Classes | None = None) -> Values:
         """The rows of a block as a record holds them. `classes`: of the label."""
         if classes and classes.names:
-            return classes.numbers(map(_text, block.tolist()))
-        if self.dtype.kind in "US":
-            values = [x if isinstance(x, bytes) else x.encode() for x in block.tolist()]
-            return np.array(values, object)
-        if self.is_list:
-            is_float = self.dtype.kind == "f"
-            return block.astype(np.float32) if is_float else block.astype(np.int64)
-        return fixed(block.astype(self.dtype.newbyteorder("<")))
+            return classes.numbers(self._names(block))
+        if not self.is_list:
+            return fixed(block.astype(self.dtype.newbyteorder("<")))
+        as_bytes = np.char.encode(block) if self.dtype.kind == "U" else block
+        listed = {"U": np.object_, "S": np.object_, "f": np.float32}.get(self.dtype.kind, np.int64)
+        values: Values = as_bytes.astype(listed)
+        return values
 
     def classes(self) -> Iterator[int | str]:
         """The values of a label."""
-        for row, value in enumerate(itertools.chain.from_iterable(self.blocks(_LABEL_ROWS))):
-            if self.dtype.kind not in "US":
-                yield int(value)
-                continue
-            try:
-                yield _text(value)
-            except UnicodeDecodeError:
-                name, found = self.member.removesuffix(".npy"), bytes(value)
-                raise DataError(
-                    f"{self.path}: row {row} of {name} is {found!r}, which is not UTF-8. Save "
-                    "np.char.decode(..., ENCODING) of it."
-                ) from None
+        for block in self.blocks(_LABEL_ROWS):
+            yield from self._names(block) if self.dtype.kind in "US" else block.tolist()
+
+    def _names(self, block: Any) -> list[str]:
+        """Strings; those of bytes are in UTF-8."""
+        try:
+            names: Array = np.char.decode(block) if self.dtype.kind == "S" else block
+            return list(map(str, names))
+        except UnicodeDecodeError as error:
+            name = self.member.removesuffix(".npy")
+            raise DataError(
+                f"{self.path}: {name} has {error.object!r}, which is not UTF-8. Save "
+                "np.char.decode(..., ENCODING) of it."
+            ) from None
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -234,7 +207,3 @@ def _chunk(path: str, columns: Mapping[str, _Column]) -> Chunk:
             yield range(len(blocks[0])), dict(zip(names, blocks, strict=True))
 
     return Chunk(path, next(iter(columns.values())).shape[0], batches)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

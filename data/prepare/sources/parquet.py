@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from data.numerals import INTEGERS, kind_of
 from data.prepare.sources import Options, Source, check_utf8, split_named, typed_path
-from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
+from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source, rows_at_once
 from data.prepare.sources.rewrite import paths_by_pattern
 from data.prepare.sources.tables import Chunk
 from data.system.files import DataError, files_below
@@ -27,8 +27,7 @@ from data.tfrecord.shard_names import word_of
 SUFFIXES = (".parquet", ".parq", ".pq")
 _OF_TEXT = (".csv", ".tsv", ".txt")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-_BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
-_FIRST_ROWS, _READ_ROWS = 64, 256  # At a time: fewer, if the first ones are large in memory.
+_FIRST_ROWS = 16  # Their size in memory says how many make a batch.
 _READ_BYTES = 1 << 16  # At a time, of each column.
 Partition = Mapping[str, str | None]
 
@@ -43,8 +42,7 @@ def source(name: str, path: str, options: Options) -> Source:
         split: [chunk for file in files for chunk in _chunks(file, partitions[file], types)]
         for split, files in splits.items()
     }
-    single = {split: files[0] for split, files in splits.items() if len(files) == 1}
-    return arrow_source(name, path, tables, single, options)
+    return arrow_source(name, path, tables, options)
 
 
 def _files(path: str, options: Options) -> dict[str, list[str]]:
@@ -55,8 +53,6 @@ def _files(path: str, options: Options) -> dict[str, list[str]]:
         if options.splits:
             raise DataError(f"--splits would be ignored: {path} is one file. Leave it out.")
         return {"": [path]}
-    if not os.path.isdir(path):
-        raise DataError(f"There is no --source={path}. Give a file or directory that exists.")
     if options.splits:
         return paths_by_pattern(path, options.splits)
     found = files_below(path, lambda each: os.path.basename(each).startswith((".", "_")))
@@ -137,17 +133,14 @@ def _chunks(path: str, partition: Partition, types: Mapping[str, pa.DataType]) -
         schema = schema.append(pa.field(key, types[key]))
     first = 0
     for group in range(metadata.num_row_groups):
-        found = metadata.row_group(group)
-        if found.num_rows:
-            row_bytes = max(1, found.total_byte_size // found.num_rows)
-            rows = max(1, min(_FIRST_ROWS, _BATCH_BYTES // row_bytes))
-            read = functools.partial(_read, path, group, rows, constants)
-            yield arrow_chunk(path, first, found.num_rows, schema, read)
-        first += found.num_rows
+        if num_rows := metadata.row_group(group).num_rows:
+            read = functools.partial(_read, path, group, constants)
+            yield arrow_chunk(path, first, num_rows, schema, read)
+        first += num_rows
 
 
 def _read(
-    path: str, group: int, rows: int, constants: Mapping[str, pa.Scalar], columns: Sequence[str]
+    path: str, group: int, constants: Mapping[str, pa.Scalar], columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     stored = [column for column in columns if column not in constants]
     try:
@@ -159,10 +152,7 @@ def _read(
                 file.iter_batches, row_groups=[group], columns=some, use_threads=False
             )
             # The metadata has the encoded size. In memory, rows may need much more.
-            tried = next(read(rows))
-            row_bytes = max(1, tried.nbytes // len(tried))
-            rows = max(1, min(_READ_ROWS, _BATCH_BYTES // row_bytes))
-            for batch in _joined(read(rows)):
+            for batch in read(rows_at_once(next(read(_FIRST_ROWS)))):
                 arrays = [
                     pa.repeat(constants[column], len(batch))
                     if column in constants
@@ -176,17 +166,3 @@ def _read(
 
 def _reason(error: Exception) -> str:
     return str(error).rstrip(".")
-
-
-def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Consecutive batches as one, of about _BATCH_ROWS rows or _BATCH_BYTES in memory."""
-    waiting: list[pa.RecordBatch] = []
-    rows = num_bytes = 0
-    for batch in batches:
-        waiting.append(batch)
-        rows, num_bytes = rows + len(batch), num_bytes + batch.nbytes
-        if rows >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
-            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
-            waiting, rows, num_bytes = [], 0, 0
-    if waiting:
-        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()

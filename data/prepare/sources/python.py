@@ -3,10 +3,10 @@
     def rows(): return {"train": ..., "test": ...}      # or one container, which is divided
     def rows(shard, num_shards): ...                    # part `shard` of `num_shards`
 
-The function is called once, or once for each part, by
-forked processes. So this process never imports what the file imports, such as TensorFlow, and can
-fork the processes that write. The rows are kept in files in TMPDIR, which have no name, until they
-are written. The parts are the same for every number of processes: so is the result.
+The function is called once, or once for each part, by forked processes. So this process never
+imports what the file imports, such as TensorFlow, and can fork the processes that write. The rows
+are kept in files in TMPDIR, which have no name, until they are written. The parts are the same for
+every number of processes: so is the result.
 """
 
 import collections
@@ -27,26 +27,30 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data.numerals import NUMBER
-from data.prepare.processes import in_processes
 from data.prepare.progress import progress
 from data.prepare.sources import Options, Source, split_named
-from data.prepare.sources.arrow_columns import unit_of
-from data.prepare.sources.arrow_tables import arrow_chunk, arrow_source
+from data.prepare.sources.arrow_columns import NUMERIC, unit_of
+from data.prepare.sources.arrow_tables import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    arrow_chunk,
+    arrow_source,
+    rows_at_once,
+)
 from data.prepare.sources.tables import Chunk
+from data.prepare.writing import in_processes
 from data.system.errors import TrainerError, reason_lines
 from data.system.files import DataError
 
 # Values may be of any type that Arrow or NumPy takes.
 Row: TypeAlias = Mapping[str, Any]
-Column: TypeAlias = list[Any] | npt.NDArray[Any]
+ColumnValues: TypeAlias = list[Any] | npt.NDArray[Any]
 CONTAINERS = (
     "an iterable of dicts, a tf.data.Dataset, a keras.utils.PyDataset, a table of pandas or Arrow, "
     "or a NumPy structured array"
 )
 _TIMES = (datetime.datetime, datetime.date)  # Of pandas, too, which derives from them.
 _PARTS = ("x", "y", "sample_weight")  # As Keras' fit calls them.
-_BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
 NUM_SHARDS = 16
 _PARAMETERS = {"shard", "num_shards"}
 Function = Callable[..., Any]  # A user's function, which may return anything.
@@ -68,26 +72,20 @@ class _RowFile:
     """A file without a name that holds rows; forked processes write and read it."""
 
     def __init__(self) -> None:
-        with tempfile.TemporaryFile() as file:
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
-        self._num_bytes = 0
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # Closed with this object.
+        weakref.finalize(self, self._file.close)
 
     def append(self, batch: pa.RecordBatch) -> _Piece:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
+        offset = self._file.tell()
+        with pa.ipc.new_stream(self._file, batch.schema) as writer:
             writer.write_batch(batch)
-        content = memoryview(sink.getvalue())
-        offset = self._num_bytes
-        while self._num_bytes < offset + len(content):
-            rest = content[self._num_bytes - offset :]
-            self._num_bytes += os.pwrite(self._descriptor, rest, self._num_bytes)
-        return _Piece(offset, len(content), len(batch), batch.schema)
+        self._file.flush()
+        return _Piece(offset, self._file.tell() - offset, len(batch), batch.schema)
 
     def read(self, piece: _Piece, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         content = bytearray()
         while rest := piece.num_bytes - len(content):  # Linux reads 2 GiB at once, at most.
-            content += os.pread(self._descriptor, rest, piece.offset + len(content))
+            content += os.pread(self._file.fileno(), rest, piece.offset + len(content))
         for batch in pa.ipc.open_stream(content):
             yield batch.select(list(columns))
 
@@ -106,18 +104,16 @@ def source(name: str, target: str, options: Options) -> Source:
         raise DataError(
             f"--processes must be 1 to {NUM_SHARDS}. Received: {processes}. Type --processes=2."
         )
-    cuts = [number * NUM_SHARDS // processes for number in range(processes + 1)]
-    parts = list(map(range, cuts, cuts[1:]))
     row_files = [_RowFile() for _ in range(NUM_SHARDS)]
 
     def work(part: range, count_one: Callable[[], None]) -> list[_PiecesBySplit]:
         return _called(target, part, row_files, count_one)
 
     if "tensorflow" in sys.modules:
-        found = [result for part in parts for result in work(part, lambda: None)]
+        found = work(range(NUM_SHARDS), lambda: None)
     else:
         with progress(target, None) as report:
-            found = in_processes(work, parts, report, name=f"--source={target}")
+            found = in_processes(work, NUM_SHARDS, processes, report, name=f"--source={target}")
     tables: dict[str, list[Chunk]] = {}
     starts: collections.Counter[str] = collections.Counter()  # By split: the rows before.
     for row_file, splits in zip(row_files, found, strict=False):  # One, if it takes no parts.
@@ -132,7 +128,7 @@ def source(name: str, target: str, options: Options) -> Source:
         raise DataError(f"{target} returns splits for some parts only. Return them for all.")
     if options.split_column and "" not in tables:
         raise DataError(f"--split_column would be ignored: {target} returns splits. Leave it out.")
-    return arrow_source(name, target, tables, {}, options)
+    return arrow_source(name, target, tables, options)
 
 
 def _called(
@@ -236,22 +232,15 @@ def _explained(error: BaseException, file: str, function: Function | None) -> st
 
 
 def batches(found: object, where: str) -> Iterator[pa.RecordBatch]:
-    """The rows of one split, in batches of some MiB. `where`: for messages.
+    """The rows of one split, in batches of some MiB; docs/data.md says what a row is of each.
 
-    | returned | a row is |
-    | --- | --- |
-    | an iterable of dicts | a dict |
-    | a tf.data.Dataset | an element: a dict, or (x, y), or (x, y, sample_weight) |
-    | a keras.utils.PyDataset | a row of a batch: of a dict, or of such a tuple |
-    | a table of pandas or Arrow: what has __arrow_c_stream__ | a row |
-    | a NumPy structured array | an item, with a column for each field |
+    `where`: for messages.
     """
     tf, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
     if isinstance(found, np.ndarray) and found.dtype.names:
         tables: Iterable[Row] = [{name: found[name] for name in found.dtype.names}]
-    elif hasattr(found, "__arrow_c_stream__") or hasattr(found, "__arrow_c_array__"):
-        stream = found if hasattr(found, "__arrow_c_stream__") else pa.table(found)
-        for batch in pa.RecordBatchReader.from_stream(stream):
+    elif hasattr(found, "__arrow_c_stream__"):
+        for batch in pa.RecordBatchReader.from_stream(found):
             yield from _cut(batch)
         return
     elif keras and isinstance(found, keras.utils.PyDataset):
@@ -329,7 +318,7 @@ def _batches_of_rows(rows: Iterable[Row], where: str) -> Iterator[pa.RecordBatch
             )
         waiting.append({name: _plain(value) for name, value in row.items()})
         num_bytes += sum(map(_num_bytes, waiting[-1].values()))
-        if len(waiting) == _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+        if len(waiting) == BATCH_ROWS or num_bytes >= BATCH_BYTES:
             yield _batch_of(waiting, where)
             waiting, num_bytes = [], 0
     if waiting:
@@ -340,26 +329,22 @@ def _batch_of(rows: Sequence[Row], where: str) -> pa.RecordBatch:
     return _batch({name: [row[name] for row in rows] for name in rows[0]}, where)
 
 
-def _batch(columns: Mapping[str, Column], where: str) -> pa.RecordBatch:
+def _batch(columns: Mapping[str, ColumnValues], where: str) -> pa.RecordBatch:
     arrays = {}
     for name, values in columns.items():
         try:
             arrays[name] = _array(values)
-        except OverflowError:
-            raise DataError(
-                f"{where}: column {name} has an integer that 64 bits do not hold. Return it as str."
-            ) from None
-        except (pa.ArrowException, ValueError, TypeError) as error:
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             kinds = sorted({type(value).__name__ for value in values})
             raise DataError(
                 f"{where}: column {name} has values of {', '.join(kinds)}, which are no column of "
-                f"one type ({str(error).splitlines()[0]}). Needed are numbers, times, text, or "
-                "lists and arrays of one shape."
+                f"one type ({str(error).splitlines()[0]}). Needed are numbers of 64 bits, times, "
+                "text, or lists and arrays of one shape."
             ) from None
     return pa.RecordBatch.from_pydict(arrays)
 
 
-def _array(values: Column) -> pa.Array:
+def _array(values: ColumnValues) -> pa.Array:
     if not isinstance(values, np.ndarray):
         arrays = [value for value in values if isinstance(value, np.ndarray)]
         kinds = {(array.shape, array.dtype) for array in arrays}
@@ -369,7 +354,7 @@ def _array(values: Column) -> pa.Array:
             except OverflowError:
                 return pa.array(values, pa.uint64())
             # Arrow would take the hour from a time among dates, and make times of integers.
-            if unit_of(array.type) not in ("", NUMBER) and len({*_units(values)}) > 1:
+            if unit_of(array.type) not in ("", NUMERIC) and len({*_units(values)}) > 1:
                 raise TypeError("their units differ")
             return array
         values = np.stack(arrays)
@@ -399,8 +384,7 @@ def _of_numpy(values: npt.NDArray[Any]) -> pa.Array:
 
 
 def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    row_bytes = max(1, batch.nbytes // max(1, len(batch)))
-    rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+    rows = rows_at_once(batch)
     for first in range(0, len(batch), rows):
         yield batch.slice(first, rows)
 

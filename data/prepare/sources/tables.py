@@ -1,21 +1,23 @@
 """Tables, for all sources of rows with named columns, each of which becomes a feature.
 
-The column `label` of the options becomes a ClassLabel. Its values are integers from 0, or names,
-which are numbered in sorted order.
+    chunks = read_all("people.csv", chunks, {"age": Column("age")})
+    source, classes = typed_source("people", "people.csv", {"": chunks}, columns, ...)
+
+Columns of CSV, Parquet and Python find their types from all values. These are read, some rows at a
+time, to find the types, and read again when they are written. The column `label` of the options
+becomes a ClassLabel. Its values are integers from 0, or names, which are numbered in sorted order.
 """
 
-import csv
-import difflib
 import itertools
 import os
-import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from data.prepare.progress import progress
 from data.prepare.sources import (
+    DROP,
     Options,
     Source,
     SourceSplit,
@@ -25,17 +27,15 @@ from data.prepare.sources import (
     split_paths,
     typed_path,
 )
-from data.prepare.sources.examples import Classes, Node, feature_files
+from data.prepare.sources.columns import Column, Mask, Missing, TableColumn, no_column
+from data.prepare.sources.examples import Classes, feature_files
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
-from data.tfrecord.examples import Values, records
+from data.tfrecord.examples import records
 from data.tfrecord.shard_names import word_of
 
-_SHOWN_COLUMNS = 30
 _VALUE_BYTES = 20  # Of a value, beside its name: lengths and kinds.
 
-Array: TypeAlias = npt.NDArray[np.generic]
-Mask: TypeAlias = npt.NDArray[np.bool_]
 # The numbers of some rows, for messages, and their values by column: arrays of NumPy or of Arrow.
 Batch: TypeAlias = tuple[Sequence[int], Mapping[str, Any]]
 ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
@@ -53,18 +53,6 @@ class Chunk(NamedTuple):
     batches: Callable[[Sequence[str]], Iterator[Batch]]
     first: int = 0
     schema: Any = None
-
-
-class TableColumn(NamedTuple):
-    """A column of a table as a feature, which `node` describes.
-
-    `num_bytes`: an estimate of the size of a value. `convert(values, classes)` returns values as a
-    record holds them; `classes` are those of the label.
-    """
-
-    node: Node
-    num_bytes: int
-    convert: Callable[[Any, Classes | None], Values]
 
 
 def table_source(
@@ -99,7 +87,7 @@ def table_source(
         keys = map(str, range(np.count_nonzero(every)))
         for split, mask in divided(keys, options, name).items():
             chosen[split] = every.copy()
-            chosen[split][every] = np.frombuffer(mask, bool)
+            chosen[split][every] = mask
     else:
         refuse_fraction(options, "the source has its own splits")
     splits = {}
@@ -143,67 +131,109 @@ def _examples(
 
 
 def taken(values: Any, places: Int64s) -> Any:
-    """The values at `places`, int64 [n]: all of an array of NumPy or Arrow if n is its length."""
-    if len(places) == len(values):
-        return values
+    """The values of an array of NumPy or Arrow at `places`, int64 [n]."""
     return values[places] if isinstance(values, np.ndarray) else values.take(places)
+
+
+def read_all(path: str, chunks: Sequence[Chunk], columns: Mapping[str, Column]) -> list[Chunk]:
+    """Adds all values of `chunks` to `columns`; returns the chunks with their numbers of rows."""
+    counted, num_read = [], 0
+    with progress(f"{path}, types", sum(chunk.num_rows for chunk in chunks) or None) as report:
+        for chunk in chunks:
+            before = num_read
+            for rows, batch in chunk.batches(list(columns)):
+                for column, found in columns.items():
+                    found.add(batch[column], chunk.path, rows)
+                num_read += len(rows)
+                report(num_read)
+            if num_read == before:
+                raise DataError(f"{chunk.path} has no rows.")
+            counted.append(chunk._replace(num_rows=num_read - before))
+    return counted
+
+
+def typed_source(
+    name: str,
+    path: str,
+    tables: Mapping[str, Sequence[Chunk]],
+    columns: Mapping[str, Column],
+    missing: Missing,
+    options: Options,
+    masks: Mapping[str, Mask] | None = None,
+) -> tuple[Source, Mapping[str, Classes]]:
+    """The columns of `tables`, by split, as features, after `read_all`; and the label's classes.
+
+    A table with the name "" is divided: by `masks`, bool [rows], or by `test_fraction`. `path`: for
+    messages.
+    """
+    notes: list[str] = []
+    for found in columns.values():
+        found.finish(missing)
+        notes += found.notes(path)
+    lacking = {key: found for key, found in columns.items() if found.num_missing}
+    label = columns[options.label] if options.label is not None else None
+    kept, values = _kept(tables, lacking if missing.drops else {}, label)
+    if lacking:
+        before, after = (sum(map(count, kept.values())) for count in (len, np.count_nonzero))
+        counts = ", ".join(f"{column} {found.num_missing:,}" for column, found in lacking.items())
+        done = f"they are now {options.missing}"
+        if missing.drops:
+            done = f"{before - after:,} of {before:,} rows are left out"
+        notes.append(f"{path}: missing values by column: {counts}; {done}")
+    for split, mask in kept.items():
+        if lacking and not mask.any():
+            where = f"{path}, split {split}" if split else path
+            raise DataError(
+                f"{where}: --missing={DROP} leaves no row: each has a missing value. Give a number "
+                "for missing numbers, for example --missing=0, or remove the column (of Parquet: "
+                "by --columns)."
+            )
+    classes: dict[str, Classes] = {}
+    if label is not None:
+        classes[label.name], gaps = label.label_classes(path, values)
+        notes += gaps
+    shown = {key: found.feature() for key, found in columns.items()}
+    source = table_source(name, tables, shown, classes, options, kept, masks)
+    return source._replace(notes=notes), classes
+
+
+def _kept(
+    tables: Mapping[str, Sequence[Chunk]], lacking: Mapping[str, Column], label: Column | None
+) -> tuple[dict[str, Mask], set[int | str]]:
+    """The rows of each split that lack no value of `lacking`, and the values of their labels."""
+    kept: dict[str, Mask] = {}
+    values: set[int | str] = set()
+    looked_at = list({**lacking, **({label.name: label} if label else {})})
+    for split, chunks in tables.items():
+        kept[split] = np.ones(sum(chunk.num_rows for chunk in chunks), bool)
+        begin = 0
+        batches = (chunk.batches(looked_at) for chunk in chunks if looked_at)
+        for rows, batch in itertools.chain.from_iterable(batches):
+            mask = kept[split][begin : begin + len(rows)]
+            begin += len(rows)
+            for column, found in lacking.items():
+                mask &= ~found.lacks(batch[column])
+            if label is not None:
+                values |= label.classes(taken(batch[label.name], np.flatnonzero(mask)))
+    return kept, values
 
 
 def split_files(path: str, *suffixes: str) -> dict[str, str]:
     """Split name -> file of a directory with a file for each split, or {"": path} of a file."""
     if os.path.isfile(path):
         return {"": path}
-    if not os.path.isdir(path):
-        raise DataError(f"There is no --source={path}. Give a file or directory that exists.")
     found = split_paths(path, *suffixes)
     if "train" not in found:
         there = [name for name in sorted(os.listdir(path)) if name.lower().endswith(suffixes)]
-        needed = (
-            f"{path} has no train{suffixes[0]}, but {', '.join(there[:5]) or 'none of that kind'}. "
-            f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val)"
-        )
+        example = typed_path(path, there[0] if there else f"FILE{suffixes[0]}")
+        advice = f"; or one file alone, which is then divided: {example}"
         if all(any(word_of(split, name) for name in there) for split in ("train", "test")):
-            raise DataError(f"{needed}: rename the files.")
-        if len(there) > 1:
-            raise DataError(
-                f"{needed}; or one file with all rows, which is divided; or one of these files "
-                f"alone: {typed_path(path, there[0])}"
-            )
-        example = there[0] if there else f"FILE{suffixes[0]}"
-        raise DataError(f"{needed}; or a file, which is divided: {typed_path(path, example)}")
+            advice = ": rename the files."
+        raise DataError(
+            f"{path} has no train{suffixes[0]}, but {', '.join(there[:5]) or 'none of that kind'}. "
+            f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val){advice}"
+        )
     return found
-
-
-def typed(option: str, *columns: str) -> str:
-    """The flag with these columns, as it is typed in a shell."""
-    names = (
-        '"{}"'.format(name.replace('"', '""')) if set(name) & set(',"') else name
-        for name in columns
-    )
-    return shlex.quote(f"--{option}={','.join(names)}")
-
-
-def columns_in(option: str | None) -> list[str]:
-    """The columns in the value of a flag: separated by commas, in double quotes if needed."""
-    found = next(csv.reader([option or ""], skipinitialspace=True), [])
-    return [column.strip() for column in found if column.strip()]
-
-
-def no_column(path: str, flag: str, name: str, columns: Collection[str]) -> DataError:
-    """The error for a flag that names a column which is not there."""
-    lower = {column.lower(): column for column in columns}
-    similar = difflib.get_close_matches(name.lower(), lower, n=3)
-    near = [lower[found] for found in similar or [x for x in lower if name.lower() in x][:3]]
-    hint = f"Did you mean {' or '.join(typed(flag, column) for column in near)}? " if near else ""
-    for mark in "|:; " if len(columns) == 1 else "":
-        if mark in next(iter(columns)):
-            hint = f"If these are several columns, add {shlex.quote(f'--delimiter={mark}')}. "
-            break
-    more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
-    return DataError(
-        f"{path} has no column {name!r}. {hint}--{flag} may be "
-        f"{', '.join(itertools.islice(columns, _SHOWN_COLUMNS))}{more}."
-    )
 
 
 def common_columns(
@@ -222,29 +252,3 @@ def common_columns(
     if options.label is not None and options.label not in columns:
         raise no_column(path, "label", options.label, columns)
     return columns
-
-
-def classes_of(
-    values: Iterable[int | str], where: str, or_else: str = ""
-) -> tuple[Classes, Sequence[str]]:
-    """The classes of a label with these values: sorted names, or integers from 0; and notes.
-
-    `or_else`: for messages, what may be done other than to replace negative values.
-    """
-    distinct = set(values)
-    if names := tuple(sorted(value for value in distinct if isinstance(value, str))):
-        return Classes(len(names), names), ()
-    numbers = [value for value in distinct if isinstance(value, int)]
-    least, most = min(numbers, default=0), max(numbers, default=-1)
-    if least < 0:
-        raise DataError(
-            f"{where} is the label, and has {least}; needed are integers from 0. Replace such "
-            f"values{or_else}."
-        )
-    notes = []
-    if len(numbers) <= most:
-        notes.append(
-            f"{where} has {len(numbers):,} different values from {least:,} to {most:,}. So the "
-            f"label has {most + 1:,} classes, some without examples"
-        )
-    return Classes(most + 1), notes

@@ -90,8 +90,6 @@ def source(name: str, path: str, options: Options) -> Source:
 def _files(path: str) -> list[tuple[str, int]]:
     if os.path.isfile(path):
         return [(path, os.path.getsize(path))]
-    if not os.path.isdir(path):
-        raise DataError(f"--source={path} is neither a text file nor a directory.")
     found = files_below(path, lambda each: os.path.basename(each).startswith("."))
     if not found:
         raise DataError(f"{path} has no files: give a text file, or a directory of text files.")

@@ -8,8 +8,6 @@ but `DistributedVariable` of TensorFlow 2.21 (`tensorflow/python/distribute/valu
 which is a TypeError. Can be deleted when it has them.
 """
 
-from typing import Any
-
 from tensorflow.python.distribute.values import DistributedVariable
 
 
@@ -17,11 +15,4 @@ def allow_numbers_of_mirrored() -> None:
     """Gives the methods to the class, for the whole process, unless it has them."""
     for kind in (float, int, complex):
         if not hasattr(DistributedVariable, name := f"__{kind.__name__}__"):
-            setattr(DistributedVariable, name, _conversion_to(kind))
-
-
-def _conversion_to(kind: type) -> Any:
-    def convert(variable: DistributedVariable) -> Any:
-        return kind(variable.numpy())
-
-    return convert
+            setattr(DistributedVariable, name, lambda self, kind=kind: kind(self.numpy()))

@@ -3,7 +3,6 @@
     found = find("auto", os.environ, Wanted("multiworker"))     # None: no scheduler's environment
     found.cluster, found.line()
 
-`finding.py` chooses the source. `slurm.py`, `kubernetes.py`, `clouds.py` and `hosts.py` are the
-sources: functions of an environment, which open no connection. `base.py` has what they share: which
-of the tasks are parameter servers, and the ports. Read `base.py` first.
+`finding.py` has the schedulers, and chooses one. `hosts.py` is for --hosts. Both open no
+connection. `base.py` has what they share: which of the tasks are parameter servers, and the ports.
 """

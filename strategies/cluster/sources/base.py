@@ -11,6 +11,7 @@ servers, and worker 0 is the chief. Tasks of one host have consecutive ports.
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,18 +56,16 @@ class Variables:
     scheduler: str
     environment: Mapping[str, str]
 
-    def get(self, *names: str) -> str:
-        """The value of the first of `names` that is set; raises ClusterError if none is."""
-        for name in names:
-            if value := self.environment.get(name, "").strip():
-                return value
-        raise self.error(f"{' and '.join(names)} are not set" if names[1:] else f"no {names[0]}")
+    def get(self, name: str) -> str:
+        """The value of `name`; raises ClusterError if it is not set."""
+        if value := self.environment.get(name, "").strip():
+            return value
+        raise self.error(f"no {name}")
 
-    def number(self, *names: str) -> int:
+    def number(self, name: str) -> int:
         """`get` as an integer from 0."""
-        text = self.get(*names)
+        text = self.get(name)
         if not text.isascii() or not text.isdigit():
-            name = next(name for name in names if self.environment.get(name, "").strip())
             raise self.error(f"{name} is {text!r}, not a number")
         return int(text)
 
@@ -94,6 +93,7 @@ def numbered_jobs(
 ) -> dict[str, list[str]]:
     """The addresses by job of the tasks on `hosts`, one entry for each task in its order.
 
+    An entry of `hosts` may have a port, as "a:2222"; the others are numbered from `first_port` on.
     `how_many` says what to type for another number of tasks.
     """
     num_workers = len(hosts) - wanted.num_ps
@@ -107,6 +107,9 @@ def numbered_jobs(
     before: Counter[str] = Counter()
     addresses = []
     for host in hosts:
+        if re.fullmatch(r"(\[.*\]|[^:]*):\d+", host):
+            addresses.append(host)
+            continue
         if ":" in host and not host.startswith("["):  # An IPv6 address.
             host = f"[{host}]"
         addresses.append(f"{host}:{first_port + before[host]}")

@@ -7,7 +7,6 @@ where a host has several tasks, `own_task` says which of them it is.
 """
 
 import contextlib
-import re
 import socket
 from collections.abc import Callable
 
@@ -33,21 +32,16 @@ def from_hosts(
         raise ClusterError(
             f"--hosts is {text!r}, with an empty name. Type --hosts=a,b,c, the same on every host."
         )
-    ports = [re.fullmatch(r"(\[.*\]|[^:]*):(\d+)", entry) for entry in entries]
-    hosts = [found[1] if found else entry for entry, found in zip(entries, ports, strict=True)]
-    jobs = numbered_jobs(hosts, wanted, DEFAULT_PORT, "name more hosts, or a host more than once")
-    if any(ports):
-        if not all(ports):
-            raise ClusterError(
-                f"--hosts={text} has a port for some hosts only. Give each host a port, or none: "
-                "--port=N sets the first port of all hosts."
-            )
-        rest = iter(entries)
-        jobs = {job: [next(rest) for _ in listed] for job, listed in jobs.items()}
-    tasks = [Task(job, index) for job, listed in jobs.items() for index in range(len(listed))]
+    more = "name more hosts, or a host more than once"
+    jobs = numbered_jobs(entries, wanted, DEFAULT_PORT, more)
+    hosts = {
+        Task(job, index): address.rpartition(":")[0].strip("[]")
+        for job, addresses in jobs.items()
+        for index, address in enumerate(addresses)
+    }
+    here = {host for host in set(hosts.values()) if is_here(host)}
+    own = [task for task, host in hosts.items() if host in here]
     where = f"--hosts={text}"
-    here = {host for host in dict.fromkeys(hosts) if is_here(host.strip("[]"))}
-    own = [task for task, host in zip(tasks, hosts, strict=True) if host in here]
     if own_task is not None:
         job, index = own_task
         own = [task for task in own if task.job == job and index in (None, task.index)]

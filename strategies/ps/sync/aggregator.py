@@ -336,7 +336,7 @@ class Aggregator:
         ranked = tf.where(all_slots.is_held > 0, all_slots.sub_batch, tf.int64.max)
         places = tf.argsort(ranked)[:num_sub_batches]
         held = unpack(WorkerSlot, tf.gather(state.slots, places))
-        is_complete, summed = self.buffers.total(places, held.attempt, state.step, num_sub_batches)
+        is_complete, summed = self.buffers.total(places, held.attempt, state.step)
 
         def apply() -> Tensor:
             gradients = self.buffers.begun(summed, state.step + 1)

@@ -105,17 +105,16 @@ class SynchronousExecutor(ParameterServerExecutor):
         self, saved: Sequence[tf.Variable]
     ) -> tuple[Sequence[tf.Variable], dict[str, object]]:
         self._buffers.keep(saved)
-        step = tf.cast(self._learner.step.read_value(), tf.int64)
+        step = self._learner.step.read_value()
         for mark in self._buffers.marks:
-            mark.assign(tf.cast(step, mark.dtype))
-        returned = tf.constant(self._returned, tf.int64, [len(self._returned)])
-        numbers = step, tf.constant(self._next_sub_batch, tf.int64), returned
-        counters = tf.constant(self._counters, tf.int64)
-        self._stored.store(Rounds(*numbers, pack(self._slots), counters))
+            mark.assign(step)
+        numbers = np.int64(self._next_sub_batch), np.array(self._returned, np.int64)
+        self._stored.store(
+            Rounds(tf.cast(step, tf.int64), *numbers, pack(self._slots), self._counters)
+        )
         return [*self._buffers.marks, *self._buffers.variables], self._facts(
             saved,
             kind="synchronous",
-            step_device=self._buffers.step_device,
             num_marks=len(self._buffers.marks),
             lanes=[[lanes[0], lanes[-1] + 1] for lanes in self._lanes],
             skipped=self._skipped,
@@ -188,10 +187,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         loops_give_way = int(self._seen_workers is not None)
         before = Progress(num_rounds, loops_give_way, self._next_sub_batch, self._next_attempt)
         results = self._aggregator.graph(
-            tf.constant(before, tf.int64),
-            pack(self._slots),
-            tf.constant(self._returned, tf.int64, [len(self._returned)]),
-            tf.constant(self._counters, tf.int64),
+            np.array(before), pack(self._slots), np.array(self._returned, np.int64), self._counters
         )
         progress, slots, returned, totals, counters = map(value_of, results)
         after = Progress(*progress.tolist())
@@ -342,8 +338,6 @@ class SynchronousExecutor(ParameterServerExecutor):
                     self._end_loops()
 
         self._end_loops()
-        if not self._running:
-            return super()._evaluate(first_batch, num_batches)
         ending = in_background(end_loops)
         try:
             return super()._evaluate(first_batch, num_batches)

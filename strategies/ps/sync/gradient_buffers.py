@@ -4,10 +4,10 @@
 
     buffers.assign(slot, rows)                          # aggregator
     row = buffers.take(queue)                           # worker loop
-    buffers.write(bucket, lock)                         # worker loop, on each ps
+    buffers.write(bucket, lock, sparse)                 # worker loop, on each ps
     buffers.send(message, totals)                       # worker loop
     messages, totals = buffers.receive(n)               # aggregator
-    is_complete, summed = buffers.total(slots, attempts, step, n)
+    is_complete, summed = buffers.total(slots, attempts, step)
     summed = buffers.begun(summed, step + 1)            # aggregator; then it applies them
 
 Each dense variable has a buffer [worker slots, ...] on its server, and each part of a table has a
@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from strategies import locks
 from strategies.base import Learner, Tensor, read_now, value_of
 from strategies.gradients.coalescing import Bucket, is_small
 from strategies.gradients.parts import in_pairs
@@ -35,7 +36,6 @@ from strategies.ps.protocol import END_ASSIGNMENT, Assignment, Kind, Message, un
 
 # Of the values that a server keeps before each step.
 _MOST_KEPT_BYTES = 1 << 20
-_NO_ROWS: Mapping[int, tf.IndexedSlices] = {}
 _ASSIGNMENT_SHAPE = [len(Assignment._fields)]
 _MESSAGE_SHAPE = [len(Message._fields)]
 
@@ -71,7 +71,6 @@ class GradientBuffers:
         self.num_dense = place + len(self._state)
         self.present = list(range(self.num_dense))
         self._gradients: list[tf.Variable] = []
-        self._are_small: list[bool] = []
         self._tags: dict[str, tf.Variable] = {}
         self._begun: dict[str, tf.Variable] = {}
         self._kept: Sequence[tf.Variable] = ()
@@ -89,7 +88,6 @@ class GradientBuffers:
                         with tf.device(variable.device):
                             zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
                         self._gradients.append(tf.Variable(zeros, trainable=False))
-                        self._are_small.append(is_small(variable))
         with tf.device(self.step_device):
             self.queues = [
                 tf.raw_ops.FIFOQueueV2(
@@ -108,8 +106,8 @@ class GradientBuffers:
         self.locks: list[list[Tensor]] = [[] for _ in range(num_slots)]
         for device in self.devices:
             with tf.device(device):
-                for slot, locks in enumerate(self.locks):
-                    locks.append(tf.raw_ops.MutexV2(shared_name=f"slot-{self.name}-{slot}"))
+                for slot, of_slot in enumerate(self.locks):
+                    of_slot.append(tf.raw_ops.MutexV2(shared_name=f"slot-{self.name}-{slot}"))
 
         self._row_buffers = [self._row_buffer(i, num_slots) for i in range(len(self._parts))]
 
@@ -177,9 +175,7 @@ class GradientBuffers:
         )
         return tf.ensure_shape(messages, [None, *_MESSAGE_SHAPE]), totals
 
-    def write(
-        self, bucket: Bucket, lock: Tensor, sparse: Mapping[int, tf.IndexedSlices] = _NO_ROWS
-    ) -> Tensor:
+    def write(self, bucket: Bucket, lock: Tensor, sparse: Mapping[int, tf.IndexedSlices]) -> Tensor:
         """Writes the gradients of `bucket`; the tag is unset until they are complete.
 
         `bucket.metadata[0]` is the worker's message; `lock` is the lock of its worker slot on this
@@ -193,11 +189,8 @@ class GradientBuffers:
         message = unpack(Message, bucket.metadata[0])
         slot = message.worker_slot
         rows = [[gradient.indices, gradient.values] for gradient in sparse.values()]
-        arrived = itertools.chain(bucket.gradients.values(), *rows)
-        with tf.control_dependencies(list(arrived)):
-            # TensorFlow frees the lock with the graph that holds it, however that ends.
-            held = tf.raw_ops.MutexLock(mutex=lock)
-        with tf.control_dependencies([held]):
+        held = locks.take([lock], [*itertools.chain(bucket.gradients.values(), *rows)])
+        with tf.control_dependencies(held):
             untagged = _write_row(tags, slot, tf.constant([-1, -1], tf.int64))
         written = []
         for index, gradient in bucket.gradients.items():
@@ -214,15 +207,11 @@ class GradientBuffers:
             written.append(update)
         with tf.control_dependencies([untagged, *written]):
             tagged = _write_row(tags, slot, tf.stack([message.attempt, message.step]))
-        with tf.control_dependencies([tagged]):
-            released = tf.raw_ops.ConsumeMutexLock(mutex_lock=held)
-        with tf.control_dependencies([released]):
+        with tf.control_dependencies([locks.free(held, tagged)]):
             return tf.identity(slot)
 
-    def total(
-        self, slots: Tensor, attempts: Tensor, step: Tensor, number: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The sum of the gradients of `number` worker slots, in the order of `slots`, int64 [n].
+    def total(self, slots: Tensor, attempts: Tensor, step: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The sum of the gradients of n worker slots, in the order of `slots`, int64 [n].
 
         The first result is True if these are the gradients of `attempts` at `step`, and none of
         them was overwritten meanwhile.
@@ -230,17 +219,15 @@ class GradientBuffers:
         expected = tf.stack([attempts, tf.fill(tf.shape(attempts), step)], axis=1)
         summed = []
         read: dict[str, list[Tensor]] = {device: [] for device in self._tags}
-        for buffer, small in zip(self._gradients, self._are_small, strict=True):
+        by_tree = self._virtual_replicas > 0
+        for variable, buffer in zip(self.sent[: self.num_dense], self._gradients, strict=True):
             with tf.device(buffer.device):
-                summed.append(
-                    _sum_of_rows(
-                        buffer, slots, number, is_small=small, by_tree=self._virtual_replicas > 0
-                    )
-                )
+                small = is_small(variable)
+                summed.append(_sum_of_rows(buffer, slots, is_small=small, by_tree=by_tree))
                 read[buffer.device].append(summed[-1])
         for index, part in enumerate(self._parts):
             with tf.device(part.device):
-                gradient = self._joined_rows(index, slots, number)
+                gradient = self._joined_rows(index, slots)
                 summed.append(gradient)
                 read[part.device] += [gradient.indices, gradient.values]
         are_expected = []
@@ -322,8 +309,8 @@ class GradientBuffers:
             tf.raw_ops.AssignVariableOp(resource=buffer, value=tf.stack(pairs))
         return buffer
 
-    def _joined_rows(self, part: int, slots: Tensor, number: int) -> tf.IndexedSlices:
-        """The gradients of `number` worker slots for a part of a table, in the order of `slots`."""
+    def _joined_rows(self, part: int, slots: Tensor) -> tf.IndexedSlices:
+        """The gradients of worker slots for a part of a table, in the order of `slots`."""
         variable = self._parts[part]
         pairs = [
             tf.raw_ops.OptionalGetValue(
@@ -333,21 +320,20 @@ class GradientBuffers:
                 output_types=[tf.int64, variable.dtype],
                 output_shapes=[[None], [None, *variable.shape[1:]]],
             )
-            for slot in tf.unstack(slots, num=number)
+            for slot in tf.unstack(slots)
         ]
         ids, rows = zip(*pairs, strict=True)
         return tf.IndexedSlices(tf.concat(rows, axis=0), tf.concat(ids, axis=0))
 
 
-def _sum_of_rows(
-    buffer: tf.Variable, slots: Tensor, number: int, *, is_small: bool, by_tree: bool
-) -> Tensor:
-    """The sum of the rows of `number` worker slots, in the order of `slots` or along a tree.
+def _sum_of_rows(buffer: tf.Variable, slots: Tensor, *, is_small: bool, by_tree: bool) -> Tensor:
+    """The sum of the rows of worker slots, in the order of `slots` or along a tree.
 
     Large rows are read one at a time: together they take much memory.
     """
     # Not tf.reduce_sum: from 8 rows on it adds them in another order.
-    rows = tf.unstack(buffer.sparse_read(slots), num=number) if is_small else []
+    rows = tf.unstack(buffer.sparse_read(slots)) if is_small else []
+    number = slots.shape[0]
     former: list[Tensor] = []
 
     def row(index: int) -> Tensor:
