@@ -175,14 +175,9 @@ def _source(
         records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
     else:  # Without features, `records_of` refuses other files than those of records.
         needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())
-        known = [name for name in needed if features and name in features]
-        labels += [name for name in known if features and features[name].kind == "label"]
-        numbers = {
-            n: {text: i for i, text in enumerate(class_names(directory, n))}
-            if describes_classes
-            else {}
-            for n in labels
-        }
+        labels += [name for name in (features.labels if features else ()) if name in needed]
+        classes = {n: class_names(directory, n) if describes_classes else [] for n in labels}
+        numbers = {n: {text: i for i, text in enumerate(names)} for n, names in classes.items()}
         records = records_of(path, features, needed, numbers)
     used = labels_used(features, parse) if features and describes_classes else []
     names = class_names(directory, used[0]) if len(used) == 1 else []
