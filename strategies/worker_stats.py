@@ -3,6 +3,7 @@
 counts = with_shares(added(saved, counted_since_start))
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -26,6 +27,12 @@ def added(left: Mapping[str, object], right: Mapping[str, object]) -> Counts:
             else:
                 total[key] = total.get(key, 0) + value
     return total
+
+
+def mean_staleness(counts: Mapping[str, int]) -> float:
+    """The mean of a histogram {staleness: number of gradients} of a report; NaN if it is empty."""
+    total = sum(counts.values())
+    return sum(int(age) * number for age, number in counts.items()) / total if total else math.nan
 
 
 def with_shares(counts: WorkerStats) -> WorkerStats:

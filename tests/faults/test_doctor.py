@@ -144,7 +144,6 @@ def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
     for table in tables:
         assert "multiworker: 2 replica(s), batch 64: 32 examples" in table
         assert "all-reduce of TensorFlow over 2 workers" in table
-        assert "https_proxy: set, but tasks connect to each other without a proxy" in table
         assert "nothing wrong was found" in table
     for table in incomplete:
         assert f"error: ps 1 (localhost:{ps[1]}): did not come: its host answers" in table

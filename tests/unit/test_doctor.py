@@ -51,7 +51,6 @@ def healthy() -> dict[str, Any]:
             "free_disk_bytes": 1 << 40,
             "cores": 4,
             "outgoing_ports": [32768, 60999],
-            "proxies": [],
             "versions": {"tensorflow": "2.21.0", "code of this program": "abc"},
             "fingerprint": {"--config.seed": 1, "config file": 2},
             "meetings": {other: dict(met) for other in ADDRESSES if other != name},

@@ -552,6 +552,36 @@ def test_data_that_a_model_without_a_run_cannot_choose_from_is_refused(
         list(predict(str(tmp_path / "model.keras"), data_dir=str(data)))
 
 
+@pytest.mark.parametrize(
+    "part", ["", "checkpoints/step-00000010", "export/model.keras", "export/saved_model"]
+)
+def test_config_file_that_others_can_write_is_not_executed(
+    part: str, run: trainer.Result, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(run.model_dir, tmp_path / "run"))
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(f"print('executed')\n{RECIPE}")
+    recipe.chmod(0o666)
+    document = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**document, "recipe": str(recipe)}))
+    done = run_python("-m", "trainer.predict", str(copied / part), "--num_examples=1")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"{recipe} can be written by every user" in done.stderr
+
+
+def test_checkpoint_without_its_run_is_refused(run: trainer.Result, tmp_path: Path) -> None:
+    checkpoint = run.paths["checkpoints"] / "step-00000010"
+    shutil.copytree(checkpoint, tmp_path / "mine" / checkpoint.name)
+    with pytest.raises(trainer.UsageError, match="is a checkpoint, but no run has it"):
+        list(predict(str(tmp_path / "mine" / checkpoint.name)))
+
+
+@pytest.mark.parametrize("name", ["x.tfrecord", "x.csv", "x.npz", "photos"])
+def test_input_that_does_not_exist_is_named(name: str, run: trainer.Result, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"--input=.*{name} does not exist\. Give"):
+        list(predict(run.model_dir, str(tmp_path / name)))
+
+
 @pytest.mark.parametrize("content", ["", "an array", "cut"])
 def test_file_that_is_no_npz_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.npz"

@@ -1,6 +1,7 @@
 import json
+import math
 
-from strategies.worker_stats import WorkerStats, added, with_shares
+from strategies.worker_stats import WorkerStats, added, mean_staleness, with_shares
 
 BEFORE: WorkerStats = {
     "worker_steps": {"worker 0": 30, "worker 1": 10},
@@ -25,3 +26,8 @@ def test_shares_are_of_all_steps() -> None:
     counts = with_shares(added(BEFORE, SINCE))
     assert counts["worker_share"] == {"worker 0": 0.4, "worker 1": 0.1, "worker 2": 0.5}
     assert with_shares({"worker_steps": {"worker 0": 0}})["worker_share"] == {"worker 0": 0.0}
+
+
+def test_mean_staleness_is_that_of_all_gradients() -> None:
+    assert mean_staleness({"0": 1, "2": 3}) == 1.5
+    assert math.isnan(mean_staleness({}))

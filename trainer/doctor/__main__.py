@@ -89,11 +89,6 @@ class _Doctor:
         self._timer.daemon = True
         self._timer.start()
 
-    def remove_mark(self) -> None:
-        """Removes the file of this task in --model_dir."""
-        if self.mark:
-            self.mark.unlink(missing_ok=True)
-
     def end_late(self) -> None:
         """Ends the process because its time is over."""
         longer = f"--deadline_secs={4 * (time.monotonic() - self._began):.0f}"
@@ -106,7 +101,8 @@ class _Doctor:
             found = findings(self.reports, self.cluster, deadline_secs=self._deadline_secs)
             found = [*more, *device_findings(self.all_reduce, self.cluster), *found]
             show = as_json if flags.FLAGS["json"].value else text
-            self.remove_mark()
+            if self.mark:
+                self.mark.unlink(missing_ok=True)
             print(show(self.reports, self.cluster, found, self.all_reduce), flush=True)
             is_wrong = any(finding.level == "error" for finding in found)
             # Not sys.exit: TensorFlow's destructors call peers that may have ended.
@@ -128,17 +124,17 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     recipe = checks.read_recipe()
     described = read_cluster(is_launched=False)
     set_environment()
-    is_alone = described is None
     cluster = described or cluster_here()
     model_dir = flags.MODEL_DIR.value or "runs"
     checks.num_to_aggregate(recipe, cluster.num("worker"))  # For its checks.
-    is_typed = bool(flags.FLAGS["deadline_secs"].present)
-    makes_plan = is_alone or not (checks.serves(cluster) or cluster.task.job == "evaluator")
+    has_limit = described is not None or _has_typed_deadline()
+    makes_plan = described is None or not (
+        checks.serves(cluster) or cluster.task.job == "evaluator"
+    )
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
     wait_for_plan = plan_in_child(
-        recipe, cluster, model_dir, makes_plan=makes_plan, reads_input=is_alone and not is_typed
+        recipe, cluster, model_dir, makes_plan=makes_plan, reads_input=not has_limit
     )
-    has_limit = not is_alone or is_typed
     if has_limit:
         doctor.end_after(doctor.until(1.0) - time.monotonic())
     shared = read_shared_settings(recipe) if makes_plan else {}
@@ -146,26 +142,39 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     if makes_plan and (fault := place_fault(model_dir)):
         own["faults"].append(fault)
     doctor.reports = {str(cluster.task): own}
-    if is_alone:
+    if described is None:
         doctor.doing = "building the model"
-        limit = doctor.until(_REPORTS) - time.monotonic() if has_limit else None
-        own["plan"] = wait_for_plan(limit)
-        own_error = ("error", "is_late")
-        shared_plan = {name: value for name, value in own["plan"].items() if name not in own_error}
-        for task in cluster.tasks():
-            here = {"task": str(task), "address": cluster.address_of(task)}
-            plan_here = own["plan"] if task == cluster.task else shared_plan
-            doctor.reports[str(task)] = {**own, **here, "plan": plan_here}
-        if "gpus" in own["plan"] and max(own["plan"]["gpus"], flags.REPLICAS.value) > 1:
-            if not has_limit:
-                doctor.end_after(_SUMS_SECS)
-            doctor.all_reduce = _checked(_sum_on_this_host, doctor)
-        doctor.end()
+        own["plan"] = wait_for_plan(
+            doctor.until(_REPORTS) - time.monotonic() if has_limit else None
+        )
+        _examine_alone(doctor, own)
+    else:
+        _examine_together(doctor, own, model_dir, wait_for_plan)
+    doctor.end()
+
+
+def _examine_alone(doctor: _Doctor, own: Json) -> None:
+    """Adds the reports of all tasks, which would run on this host, and sums on its devices."""
+    cluster, plan = doctor.cluster, own["plan"]
+    plan_of_others = {name: plan[name] for name in plan if name not in ("error", "is_late")}
+    for task in cluster.tasks():
+        here = {"task": str(task), "address": cluster.address_of(task)}
+        plan_here = plan if task == cluster.task else plan_of_others
+        doctor.reports[str(task)] = {**own, **here, "plan": plan_here}
+    if "gpus" in plan and max(plan["gpus"], flags.REPLICAS.value) > 1:
+        _sum(_sum_on_this_host, doctor)
+
+
+def _examine_together(
+    doctor: _Doctor, own: Json, model_dir: str, wait_for_plan: Callable[[float | None], Json]
+) -> None:
+    """Meets the tasks that run this command at the same time, and adds their reports."""
+    cluster = doctor.cluster
     try:
         check_own_address(cluster)
     except ClusterError as error:  # The other tasks cannot be met: this one cannot listen.
         own["faults"].append(str(error))
-        doctor.end()
+        return
     if cluster.task == cluster.chief and not own["faults"]:
         doctor.mark = mark_in(model_dir)
     with Exchange(cluster, str(doctor.mark or "")) as exchange:
@@ -179,19 +188,22 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         doctor.doing = "exchanging reports"
         exchange.send(own)
         doctor.reports = exchange.wait_for_reports(doctor.until(_REPORTS))
-    doctor.remove_mark()
     if flags.STRATEGY.value == "multiworker" and cluster.task in cluster.trainers:
-        if not is_typed:
-            doctor.end_after(_SUMS_SECS)
-        doctor.all_reduce = _checked(_all_reduce, doctor)
-    doctor.end()
+        _sum(_all_reduce, doctor)
 
 
-def _checked(check: Callable[[_Doctor], Json], doctor: _Doctor) -> Json:
+def _has_typed_deadline() -> bool:
+    return bool(flags.FLAGS["deadline_secs"].present)
+
+
+def _sum(check: Callable[[_Doctor], Json], doctor: _Doctor) -> None:
+    """Keeps the result of `check`. It has _SUMS_SECS from now if no --deadline_secs was typed."""
+    if not _has_typed_deadline():
+        doctor.end_after(_SUMS_SECS)
     try:
-        return check(doctor)
+        doctor.all_reduce = check(doctor)
     except TrainerError as error:
-        return {"why_not": "there was an error, see below", "error": str(error)}
+        doctor.all_reduce = {"why_not": "there was an error, see below", "error": str(error)}
 
 
 def _all_reduce(doctor: _Doctor) -> Json:

@@ -37,11 +37,11 @@ _NUM_PINGS, _ROUNDS = 10, 3
 _LARGE_BYTES = 32 << 10  # More than a packet of any link.
 _MAX_LINE_BYTES = 4 << 20
 # The first bytes of a bulk transfer are not measured: they may pass a rate limit as a burst, and
-# TCP begins slowly. It ends _BULK_SECS later: in a much shorter time a busy receiver would only
-# measure how fast it empties its own buffer. If all of this takes longer than _LONG_BULK_SECS, the
-# first bytes count.
+# TCP begins slowly. If they take _LONG_SKIP_SECS, they are measured, and no others. A measurement
+# takes _BULK_SECS: in a much shorter time a busy receiver would only measure how fast it empties
+# its own buffer.
 _BULK_BYTES, _SKIPPED_BYTES = 16 << 20, 1 << 20
-_BULK_SECS, _LONG_BULK_SECS = 0.4, 1.5
+_BULK_SECS, _LONG_SKIP_SECS = 0.4, 1.5
 _CHUNK = bytes(1 << 18)
 
 
@@ -279,18 +279,14 @@ class _Connection(contextlib.AbstractContextManager["_Connection"]):
         buffer = bytearray(1 << 16)
         num_bytes = self._file.readinto(buffer)
         self._socket.settimeout(_ANSWER_SECS)
-        began = now = time.monotonic()
-        skipped, skipped_at = 0, 0.0
-        while num_bytes < _BULK_BYTES and now - began < _LONG_BULK_SECS:
+        skipped, began = 0, time.monotonic()
+        secs = 0.0
+        while num_bytes < _BULK_BYTES and secs < (_BULK_SECS if skipped else _LONG_SKIP_SECS):
             num_read = self._file.readinto1(buffer)
             if not num_read:
                 raise ConnectionResetError("closed in a transfer")
             num_bytes += num_read
-            now = time.monotonic()
             if not skipped and num_bytes >= _SKIPPED_BYTES:
-                skipped, skipped_at = num_bytes, now
-            if skipped and now - skipped_at >= _BULK_SECS:
-                return (num_bytes - skipped) / (now - skipped_at)
-        if num_bytes >= _BULK_BYTES:
-            return (num_bytes - skipped) / max(now - skipped_at, 1e-6)
-        return num_bytes / (now - began)
+                skipped, began = num_bytes, time.monotonic()
+            secs = time.monotonic() - began
+        return (num_bytes - skipped) / max(secs, 1e-6)

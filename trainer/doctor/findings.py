@@ -44,7 +44,10 @@ PEER_ADVICE = (
     "switch off ACS (`lspci -vvv | grep ACSCtl` shows it) and the IOMMU in the BIOS"
 )
 
-
+_VERSION_ADVICE = {
+    "code of this program": "Install the same code on all hosts",
+    "python": "Use the same Python on all hosts",
+}
 _Fault: TypeAlias = tuple[str, str]  # The task, and the text of a finding.
 
 
@@ -155,25 +158,19 @@ def _majority(said: Mapping[str, object], prefer: str) -> tuple[object, list[str
 
 def _versions(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
     """Tasks with other versions, code or config than most."""
-    advice = {
-        "code of this program": "Install the same code on all hosts",
-        "python": "Use the same Python on all hosts",
-        "config file": "Give all tasks the same config file",
-    }
     for part in ("versions", "fingerprint"):
         known = {task: report[part] for task, report in reports.items() if report[part]}
-        names = list(dict.fromkeys(name for values in known.values() for name in values))
-        for name in names:
+        for name in dict.fromkeys(name for values in known.values() for name in values):
             said = {task: values.get(name) for task, values in known.items()}
             usual, odd = _majority(said, prefer=str(cluster.chief))
             for task in odd:
-                if part == "versions":
-                    usually = advice.get(name, f"Type there: pip install {name}=={usual}")
-                    text = f"{name} is {said[task]} there, but {usual} in other tasks. {usually}"
+                if part == "fingerprint":  # Of numbers that say nothing to a user.
+                    text = f"another one than in other tasks. Give all tasks the same {name}"
                 else:
-                    usually = advice.get(name, f"Give all tasks the same {name}")
-                    text = f"{name} is another one than in other tasks. {usually}"
-                yield task, text
+                    default = f"Type there: pip install {name}=={usual}"
+                    advice = _VERSION_ADVICE.get(name, default)
+                    text = f"{said[task]} there, but {usual} in other tasks. {advice}"
+                yield task, f"{name} is {text}"
 
 
 def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:

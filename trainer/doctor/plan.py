@@ -45,7 +45,6 @@ _LOCK_SECS = 2.0
 # Batches that are in memory at a time: the batch of the step, and those that are prepared.
 _BATCHES = 3
 _READ_SECS = 2.0  # Of the input, to measure its rate.
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # That gRPC would use.
 
 
 def plan_in_child(
@@ -102,7 +101,6 @@ def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Js
         "free_memory_bytes": free_memory_bytes(),
         "cores": num_cores(),
         "outgoing_ports": outgoing_ports(),
-        "proxies": [name for name in _PROXIES if os.environ.get(name)],
         "versions": dict(software(**packages)),
         "fingerprint": {name: as_number(value) for name, value in settings.items()},
         "free_disk_bytes": None,

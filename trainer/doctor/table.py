@@ -7,6 +7,8 @@ print(as_json(reports, cluster, found, all_reduce))
 import json
 from collections.abc import Mapping, Sequence
 
+from rich import filesize
+
 from strategies.cluster.tf_config import Cluster
 from trainer.doctor.exchange import Json
 from trainer.doctor.findings import Finding, memory_needed
@@ -34,8 +36,6 @@ def text(
 ) -> str:
     """Returns the same as tables for people."""
     lines = [*_plan(reports), "", *_tasks(reports, cluster)]
-    if proxies := sorted({name for report in reports.values() for name in report["proxies"]}):
-        lines.append(f"{', '.join(proxies)}: set, but tasks connect to each other without a proxy")
     if pairs := _pairs(reports):
         lines += ["", *pairs]
     if all_reduce:
@@ -78,19 +78,19 @@ def _tasks(reports: Mapping[str, Json], cluster: Cluster) -> list[str]:
         if report is None:
             rows.append([name, cluster.address_of(task), "did not come", *[""] * 6])
             continue
-        free = [report["free_memory_bytes"], report["free_disk_bytes"]]
+        sizes = needed.get(name), report["free_memory_bytes"], report["free_disk_bytes"]
         rows.append(
             [
                 f"{name}*" if task == cluster.task else name,
                 report["address"],
                 report["host"],
-                *map(_size, [needed.get(name), *free]),
+                *("?" if size is None else filesize.decimal(size) for size in sizes),
                 str(report["cores"]),
                 _gpus(report["plan"]),
                 report["versions"]["tensorflow"],
             ]
         )
-    legend = "needs: memory, without activations and TensorFlow itself (about 0.5 GiB)"
+    legend = "needs: memory, without activations and TensorFlow itself (about 0.5 GB)"
     notes = [
         f"{name}: {note}"
         for name, report in reports.items()
@@ -149,15 +149,6 @@ def _sum_of_step(secs: float, plan: Json) -> str:
         f"{text}. If a step computes for less time, try --config.local_steps.every=100: workers "
         "then sum once in 100 steps"
     )
-
-
-def _size(num_bytes: int | None) -> str:
-    if num_bytes is None:
-        return "?"
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.3g} {units[0]}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

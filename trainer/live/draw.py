@@ -39,9 +39,7 @@ class Drawing:
         self._console = Console(highlight=False)
         self._live: Live | None = None
         self._next_frame = 0.0
-        # Lines that are not printed yet: the last report of each split, and others by number.
-        self._kept: dict[int | str, str] = {}
-        self._num_lines = 0
+        self._kept: list[str] = []  # Lines to print; of the reports the last of each split.
         self._num_lost = 0
 
     @property
@@ -69,10 +67,10 @@ class Drawing:
             live.stop()
         if self._num_lost:
             print(f"... {self._num_lost:,} lines are left out")
-        for line in self._kept.values():
+        for line in self._kept:
             print(line)
         sys.stdout.flush()
-        self._kept, self._num_lost = {}, 0
+        self._kept, self._num_lost = [], 0
 
     def add(self, line: str) -> None:
         """Prints a line of the run, or keeps it until the first screen is shown again."""
@@ -82,12 +80,11 @@ class Drawing:
         if not self.is_open:
             print(line, flush=True)
             return
-        self._num_lines += 1
-        key = split_of_report(line) or self._num_lines
-        self._kept.pop(key, None)
-        self._kept[key] = line
+        if split := split_of_report(line):
+            self._kept = [kept for kept in self._kept if split_of_report(kept) != split]
+        self._kept.append(line)
         if len(self._kept) > _MAX_KEPT_LINES:
-            del self._kept[next(iter(self._kept))]
+            del self._kept[0]
             self._num_lost += 1
 
     def draw(self) -> None:

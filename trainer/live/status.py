@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from strategies.worker_stats import mean_staleness
 from trainer.hooks.terminal import COMPILING, progress_in
 from trainer.run_files import NO_METRICS, RunFiles, local_dir, step_of
 from trainer.run_record.goodput import goodput, total
@@ -70,7 +71,7 @@ class TaskStatus:
     def measure(self) -> bool:
         """Reads memory and CPU time; returns False if the process has ended."""
         try:
-            if self.process is None or self.process.pid != self.pid:
+            if self.process is None:
                 self.process = psutil.Process(self.pid)
             with self.process.oneshot():
                 if self.process.status() == psutil.STATUS_ZOMBIE:
@@ -295,7 +296,7 @@ class Status:
             if task := self._tasks.get(name):
                 task.step = number
                 task.share = report.get("worker_share", {}).get(name, math.nan)
-                task.staleness = _mean(report.get("staleness", {}).get(name, {}))
+                task.staleness = mean_staleness(report.get("staleness", {}).get(name, {}))
 
     def _read_goodput(self) -> None:
         begin = time.monotonic()
@@ -308,9 +309,3 @@ class Status:
                     self.goodput = seconds["compute"] / sum(seconds.values())
         now = time.monotonic()
         self._next_goodput = now + max(_SECS_PER_GOODPUT, _GOODPUT_PAUSE * (now - begin))
-
-
-def _mean(counts: Mapping[str, int]) -> float:
-    """The mean of a histogram {value: count}."""
-    total = sum(counts.values())
-    return sum(int(value) * count for value, count in counts.items()) / total if total else math.nan

@@ -19,11 +19,11 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from data.system.files import DataError, check_writable, exists, is_url, partial_name, rename
+from data.system.files import DataError, check_writable, is_url, partial_name, rename
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import RunFiles, json_text
-from trainer.run_record.tools import prepare_tensorflow, run_tool
+from trainer.run_files import json_text
+from trainer.run_record.tools import prepare_tensorflow, run_of, run_tool
 from trainer.run_record.trust import check_trust, define_trust
 
 _SHOWN = 10
@@ -67,11 +67,11 @@ def main(argv: Sequence[str]) -> int:
             "example, python -m trainer.predict runs/latest"
         )
     output = given.output or ""
-    if output and not output.endswith((".jsonl", ".csv")):
-        raise ConfigError(
-            f"--output={output} must end with .jsonl or .csv. Type --output=predictions.jsonl."
-        )
     if output:
+        if not output.endswith((".jsonl", ".csv")):
+            raise ConfigError(
+                f"--output={output} must end with .jsonl or .csv. Type --output=predictions.jsonl."
+            )
         if is_url(output):
             raise ConfigError(f"--output={output} must be a local file. Copy it afterwards.")
         check_writable(output, "output")
@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
     num_examples = given.num_examples
     if num_examples is None:
         num_examples = 0 if given.input else _SHOWN
-    if exists(RunFiles(models[0]).config):
-        check_trust(models[0])
+    if run := run_of(models[0]):
+        check_trust(run)
     prepare_tensorflow()
     from trainer.predict.predicting import predict
 
@@ -114,10 +114,8 @@ def _opened(path: str) -> Iterator[TextIO]:
 
 
 def _write_csv(lines: Iterable[Mapping[str, Any]], file: TextIO) -> None:
-    from trainer.predict.predicting import flat
-
     writer: csv.DictWriter[str] | None = None
-    for row in map(flat, lines):
+    for row in map(_flat, lines):
         if writer is None:
             writer = csv.DictWriter(file, list(row))
             writer.writeheader()
@@ -127,6 +125,19 @@ def _write_csv(lines: Iterable[Mapping[str, Any]], file: TextIO) -> None:
                 "the first one has not: CSV needs equal columns. Type --output=predictions.jsonl."
             )
         writer.writerow(row)
+
+
+def _flat(line: Mapping[str, Any]) -> dict[str, object]:
+    """Returns `line` as a row of a table, with columns such as output_0, output_1."""
+    row: dict[str, object] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            row |= _flat({f"{name}_{key}": item for key, item in value.items()})
+        elif isinstance(value, (list, tuple)):
+            row |= _flat({f"{name}_{index}": item for index, item in enumerate(value)})
+        else:
+            row[name] = value
+    return row
 
 
 if __name__ == "__main__":

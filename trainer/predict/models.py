@@ -7,7 +7,6 @@ outputs = loaded.call(inputs)
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -22,7 +21,7 @@ from trainer.exit_codes import first_line
 from trainer.inputs import declared_dtypes
 from trainer.models import load_keras_file
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
-from trainer.run_record.tools import require_run
+from trainer.run_record.tools import require_run, run_of
 from trainer.session import model_of_run
 
 
@@ -52,13 +51,18 @@ def open_model(path: str, checkpoint: str | None) -> Loaded:
     if exists(join(path, CHECKPOINT_MARK)):
         _refuse_checkpoint(path, checkpoint)
         checkpoint = os.path.basename(path)
-        path = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+        if not (run := run_of(path)):
+            raise ConfigError(
+                f"{path} is a checkpoint, but no run has it: two directories above it there is no "
+                "config.json. Give the checkpoint in the directory of its run."
+            )
+        path = run
     files = RunFiles(path)
     if exists(files.config) or exists(files.model):
         return _of_keras(model_of_run(path, checkpoint), path)
     _refuse_checkpoint(path, checkpoint)
     if path.endswith(".keras") and exists(path):
-        return _of_keras(_loaded_file(path), _run_of(path))
+        return _of_keras(_loaded_file(path), run_of(path))
     if exists(join(path, "saved_model.pb")):
         return _saved_model(path)
     if is_dir(path):
@@ -121,7 +125,7 @@ def _saved_model(path: str) -> Loaded:
     call.saved = loaded  # type: ignore[attr-defined]  # Its variables live as long as it does.
     dtypes = {name: spec.dtype.name for name, spec in specs.items()}
     declared = dtypes if is_dict or len(specs) > 1 else next(iter(dtypes.values()))
-    return Loaded(call, _run_of(path), declared, [spec.shape[1:] for spec in specs.values()])
+    return Loaded(call, run_of(path), declared, [spec.shape[1:] for spec in specs.values()])
 
 
 def _is_flat(inputs: Batch) -> bool:
@@ -133,12 +137,6 @@ def _fitted(value: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     """Returns `value` in the dtype of an input; numbers [n] become rows [n, 1], as in Keras."""
     is_single = spec.shape.rank == value.shape.rank + 1 and spec.shape[-1] == 1
     return tf.cast(value[..., tf.newaxis] if is_single else value, spec.dtype)
-
-
-def _run_of(path: str) -> str:
-    """Returns the run that exported `path`; "" if there is none."""
-    run = str(Path(path).resolve().parent.parent)
-    return run if os.path.isfile(RunFiles(run).config) else ""
 
 
 def _refuse_checkpoint(path: str, checkpoint: str | None) -> None:

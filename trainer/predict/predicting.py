@@ -66,6 +66,8 @@ def predict(
         ConfigError, DataError: the model or the data is missing, or they do not fit.
         RunFileError: config.json is missing or damaged.
     """
+    if path is not None and not exists(path):
+        raise DataError(f"--input={path} does not exist. Give a file, or a folder of images.")
     loaded = open_model(model, checkpoint)
     source = _source(loaded, model, path, split, data_dir)
     records = itertools.islice(source.records, num_examples or None)
@@ -83,9 +85,8 @@ def predict(
                     line[_LABEL] = line[_LABEL].decode(errors="replace")
             output = tf.nest.map_structure(lambda t, row=row: t[row], outputs)
             if has_classes:
-                line["predicted"] = int(output.argmax())
+                number = line["predicted"] = int(output.argmax())
                 if names := source.class_names:
-                    number = line["predicted"]
                     line["class"] = names[number] if number < len(names) else str(number)
             line["output"] = tf.nest.map_structure(_listed, output)
             yield line
@@ -174,13 +175,9 @@ def _source(
         records: Iterator[tuple[About, bytes]] = (({}, r) for batch in batches for r in batch)
     else:  # Without features, `records_of` refuses other files than those of records.
         needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features or ())
-        known = [name for name in needed if features and name in features]
-        labels += [name for name in known if features and features[name].kind == "label"]
+        labels += [name for name in (features.labels if features else ()) if name in needed]
         classes = {n: class_names(directory, n) if describes_classes else [] for n in labels}
-        numbers = {
-            name: {text: number for number, text in enumerate(found)}
-            for name, found in classes.items()
-        }
+        numbers = {n: {text: i for i, text in enumerate(names)} for n, names in classes.items()}
         records = records_of(path, features, needed, numbers)
     used = labels_used(features, parse) if features and describes_classes else []
     names = class_names(directory, used[0]) if len(used) == 1 else []
@@ -196,41 +193,25 @@ def _features_of_file(path: str, loaded: Loaded) -> Features:
         name = next(iter(loaded.declared)) if isinstance(loaded.declared, Mapping) else "image"
         found = [Feature(name, "image", "uint8", tuple(shapes[0]), None, "", "Image")]
     elif path.endswith(".npz"):
-        found = [
-            Feature(name, "tensor", str(array.dtype), array.shape[1:], None, encoding, "Tensor")
-            for name, array in read_npz(path).items()
-            for encoding in ("bytes" if array.ndim > 1 or array.dtype == np.float64 else "none",)
-            if name != _LABEL
-        ]
+        arrays = read_npz(path)
+        found = [_tensor(name, str(array.dtype), array.shape[1:]) for name, array in arrays.items()]
     elif path.endswith(TABLES):
-        found = [
-            Feature(name, "tensor", dtype, (), None, encoding, "Scalar")
-            for name in csv_columns(path)
-            for dtype, encoding in (_stored(loaded.declared, name),)
-            if name != _LABEL
-        ]
+        found = [_tensor(name, _column_dtype(loaded.declared, name)) for name in csv_columns(path)]
     else:
         found = []
     label = Feature(_LABEL, "label", "int64", (), _MOST_CLASSES, "none", "ClassLabel")
-    return Features([*found, label], path)
+    return Features([*found, label], path)  # The last one of a name counts.
 
 
-def _stored(declared: Declared, name: str) -> tuple[str, str]:
-    """The dtype and the encoding of a column of a CSV file for a model that declares its inputs."""
+def _tensor(name: str, dtype: str, shape: tuple[int, ...] = ()) -> Feature:
+    """A tensor of a file. A list in a record would round float64 to float32."""
+    encoding = "bytes" if shape or dtype == "float64" else "none"
+    return Feature(name, "tensor", dtype, shape, None, encoding, "Tensor")
+
+
+def _column_dtype(declared: Declared, name: str) -> str:
+    """The dtype in which a column of a CSV file reaches a model that declares its inputs."""
     taken = declared.get(name) if isinstance(declared, Mapping) else declared
-    if taken == "string" or np.dtype(taken or "float32").kind in "iu":
-        return ("string" if taken == "string" else "int64"), "none"
-    return "float64", "bytes"
-
-
-def flat(line: Mapping[str, Any]) -> dict[str, object]:
-    """Returns `line` as a row of a table, with columns such as output_0, output_1."""
-    row: dict[str, object] = {}
-    for name, value in line.items():
-        if isinstance(value, Mapping):
-            row |= flat({f"{name}_{key}": item for key, item in value.items()})
-        elif isinstance(value, (list, tuple)):
-            row |= flat({f"{name}_{index}": item for index, item in enumerate(value)})
-        else:
-            row[name] = value
-    return row
+    if taken == "string":
+        return "string"
+    return "int64" if np.dtype(taken or "float32").kind in "iu" else "float64"

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from data.example_features import Feature, Features
 from data.numerals import CODE, NUMBERS, kind_of
 from data.system.extras import of_satellite
-from data.system.files import DataError, exists, files_below, is_dir, is_url, num_bytes_of, parent
+from data.system.files import DataError, files_below, is_dir, is_url, num_bytes_of, parent
 from data.tfrecord.examples import PADDING, Value, example_bytes
 from data.tfrecord.framing import compression_of, read_records, refuse_compressed
 
@@ -43,9 +43,10 @@ About = dict[str, object]
 
 def is_records(path: str) -> bool:
     """Returns True if `path` is a file of TFRecord, by its name or its first bytes."""
-    if ".tfrec" in os.path.basename(path) or path.endswith((*TABLES, ".npz")):
-        return ".tfrec" in os.path.basename(path)
-    return exists(path) and not is_dir(path) and compression_of(path) is not None
+    if ".tfrec" in os.path.basename(path):
+        return True
+    is_other = path.endswith((*TABLES, ".npz")) or is_dir(path)
+    return not is_other and compression_of(path) is not None
 
 
 def records_of(
@@ -149,9 +150,11 @@ def _images(
             f"{folder} is a folder of images, but the model reads {', '.join(needed)}, of which "
             f"{len(names)} are images. Give a TFRecord, CSV or NPZ file with these."
         )
-    found = files_below(folder, lambda _: False)
-    paths = [path for path in found if path.lower().endswith(_IMAGES)]
-    paths = [path for path in paths if not os.path.basename(path).startswith(".")]
+    paths = [
+        path
+        for path in files_below(folder, lambda _: False)
+        if path.lower().endswith(_IMAGES) and not os.path.basename(path).startswith(".")
+    ]
     if not paths:
         raise DataError(f"{folder} has no PNG or JPEG file. --input must be {_KINDS}.")
     for path in paths:

@@ -10,7 +10,6 @@ with many points for each pixel is a band from the least to the largest value, a
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple, TypeAlias
@@ -18,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from data.system.stopwatch import CAUSES
 from trainer.run_files import clock, is_logarithmic
 from trainer.run_record.goodput import Piece
 
@@ -27,8 +27,10 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 30, 8, 24
 _NUM_TICKS = 5
 _BAND_FROM = 1000  # Points.
 _DOTS_UP_TO = 40  # Points that are drawn as dots, too.
-_STRIP_WIDTH = 1000
-_STRIP_PARTS = 500
+_BAR_WIDTH = 1000
+_NUM_PARTS = 500  # Of a strip.
+_TIME_STEPS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200)
+_DAYS = (1, 2, 5, 10, 20, 50, 100)
 
 Points: TypeAlias = npt.NDArray[np.float64]  # Rows of (x, y).
 
@@ -72,7 +74,7 @@ def plot(title: str, curves: Sequence[Curve], *, is_time: bool = False) -> str:
             f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
             f'<text class="y" x="{_LEFT - 5}" y="{y + 3.5:.1f}">{_number(tick)}</text>'
         )
-    for tick in _time_ticks(x_low, x_high) if is_time else _ticks(x_low, x_high):
+    for tick in _ticks(x_low, x_high, is_time=is_time):
         text = clock(tick) if is_time else _number(tick)
         parts.append(f'<text class="x" x="{place_x(tick):.1f}" y="{_HEIGHT - 7}">{text}</text>')
     for points, style in shown:
@@ -91,15 +93,23 @@ def plot(title: str, curves: Sequence[Curve], *, is_time: bool = False) -> str:
     return "".join(parts)
 
 
-def bars(shares: Iterable[tuple[str, float]]) -> str:
-    """Draws one bar of parts: (CSS class, share of the whole)."""
+def bars(shares: Iterable[tuple[str, float]], marks: Iterable[tuple[str, float]] = ()) -> str:
+    """Draws one bar of parts: (CSS class, share of the whole). A part without a class is a gap.
+
+    `marks` are lines across it: (CSS class, place from 0 to 1).
+    """
     parts, x = [], 0.0
     for style, share in shares:
-        width = share * _STRIP_WIDTH
-        if width > 0:
+        width = share * _BAR_WIDTH
+        if style and width > 0:
             parts.append(f'<rect class="{style}" x="{x:.1f}" width="{width:.1f}" height="10"/>')
         x += width
-    return _strip(parts)
+    parts += [f'<path class="{style}" d="M{at * _BAR_WIDTH:.1f} 0V10"/>' for style, at in marks]
+    opening = (
+        f'<svg class="strip" viewBox="0 0 {_BAR_WIDTH} 10" preserveAspectRatio="none" '
+        'aria-hidden="true">'
+    )
+    return "".join([opening, *parts, "</svg>"])
 
 
 def strip(
@@ -109,42 +119,23 @@ def strip(
 
     `marks` are lines at some times: (CSS class, time).
     """
-    secs = max((end - begin) / _STRIP_PARTS, 1e-9)
-    found: list[dict[str, float]] = [defaultdict(float) for _ in range(_STRIP_PARTS)]
-    for piece in pieces:
-        first = max(0, int((piece.begin - begin) / secs))
-        last = min(_STRIP_PARTS - 1, int((piece.end - begin) / secs))
-        for index in range(first, last + 1):
-            lower = max(piece.begin, begin + index * secs)
-            overlap = min(piece.end, begin + (index + 1) * secs) - lower
-            if overlap > 0:
-                for cause, value in piece.seconds.items():
-                    found[index][cause] += value * overlap / (piece.end - piece.begin)
-    names = [max(part, key=part.__getitem__) if part else "" for part in found]
-    width, x, parts = _STRIP_WIDTH // _STRIP_PARTS, 0, []
-    for name, group in itertools.groupby(names):
-        length = width * len(list(group))
-        if name:
-            style = cause_class(name)
-            parts.append(f'<rect class="{style}" x="{x}" width="{length}" height="10"/>')
-        x += length
-    for style, time in marks:
-        at = (time - begin) / max(end - begin, 1e-9) * _STRIP_WIDTH
-        parts.append(f'<path class="{style}" d="M{at:.1f} 0V10"/>')
-    return _strip(parts)
+    length = max(end - begin, 1e-9)
+    edges = begin + length * np.linspace(0, 1, _NUM_PARTS + 1)
+    times = [time for piece in pieces for time in (piece.begin, piece.end)]
+    seconds = np.zeros([len(CAUSES), _NUM_PARTS])  # Of each cause in each part.
+    for row, cause in zip(seconds, CAUSES, strict=True):
+        added = [value for piece in pieces for value in (0.0, piece.seconds.get(cause, 0.0))]
+        row += np.diff(np.interp(edges, times, np.cumsum(added)))
+    styles = np.where(
+        seconds.any(axis=0), [cause_class(CAUSES[i]) for i in seconds.argmax(axis=0)], ""
+    )
+    shares = [(name, len(list(group)) / _NUM_PARTS) for name, group in itertools.groupby(styles)]
+    return bars(shares, [(style, (time - begin) / length) for style, time in marks])
 
 
 def cause_class(cause: str) -> str:
     """The CSS class of a cause."""
     return "c-" + cause.replace(" ", "-")
-
-
-def _strip(parts: Sequence[str]) -> str:
-    opening = (
-        f'<svg class="strip" viewBox="0 0 {_STRIP_WIDTH} 10" preserveAspectRatio="none" '
-        'aria-hidden="true">'
-    )
-    return "".join([opening, *parts, "</svg>"])
 
 
 def _path(style: str, points: Points) -> str:
@@ -165,19 +156,15 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    raw = (high - low) / _NUM_TICKS
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= raw)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return [index * step for index in range(first, last + 1)]
-
-
-def _time_ticks(low: float, high: float) -> list[float]:
-    sizes = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200]
-    sizes += [86400 * days for days in (1, 2, 5, 10, 20, 50, 100)]
-    step = next((size for size in sizes if (high - low) / size <= _NUM_TICKS), sizes[-1])
-    return [float(index * step) for index in range(math.ceil(low / step), int(high // step) + 1)]
+def _ticks(low: float, high: float, *, is_time: bool = False) -> list[float]:
+    """A few round numbers, or times in seconds, from `low` to `high`."""
+    least = (high - low) / _NUM_TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    sizes = [size * power for size in (1, 2, 2.5, 5, 10)]
+    if is_time:
+        sizes = [*_TIME_STEPS, *(86400 * days for days in _DAYS)]
+    step = next((size for size in sizes if size >= least), sizes[-1])
+    return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _powers(low: float, high: float) -> list[float]:

@@ -24,7 +24,6 @@ from trainer.run_record.summary import differences
 # A line has one of 8 colours and one of 3 patterns, so equal curves on top of each other are seen.
 _NUM_COLOURS, _NUM_LINES = 8, 24
 _MOST_CLASSES = 20  # In a confusion matrix: the classes with the most mistakes.
-_MOST_RESTARTS = 50
 _MOST_EVALUATIONS = 100  # More of them would hide the causes below their lines.
 _MEANINGS = {
     "start": "before training",
@@ -47,7 +46,6 @@ def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Classified | str
     """
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = importlib.resources.files("trainer.report").joinpath("page.html").read_text()
-    documents = [run.summary for run in runs]
     versions = [dict(run.config.get("versions") or {}) for run in runs]
     names = sorted({name for found in versions for name in found})
     return environment.from_string(source).render(
@@ -59,7 +57,7 @@ def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Classified | str
         causes=[(cause, cause_class(cause), _MEANINGS[cause]) for cause in CAUSES],
         num_colours=_NUM_COLOURS,
         num_lines=_NUM_LINES,
-        differences=differences(documents) if len(runs) > 1 else {},
+        differences=differences([run.summary for run in runs]) if len(runs) > 1 else {},
         versions=[(name, [found.get(name, "-") for found in versions]) for name in names],
         safe=Markup,
     )
@@ -98,25 +96,21 @@ def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> tup
 
 def _run_page(run: RunSeries, found: Classified | str) -> dict[str, Any]:
     """The sections of one run."""
-    restarts, limit = run.restarts(), limit_of(run.of("train"))
+    limit = limit_of(run.of("train"))
     curves = {"share of each worker": run.share_curve, "mean staleness": run.staleness_curve}
-    page = {
+    return {
         "run": run,
         "input_limit": limit.text if limit else "",
         "rows": [_row(task, run) for task in run.tasks],
-        "workers": run.workers,
         "worker_plots": [
             _titled(title, _only(list(map(curve, run.workers)))) for title, curve in curves.items()
         ],
         "worker_rows": _worker_rows(run),
-        "restarts": restarts[-_MOST_RESTARTS:],
-        "num_restarts": len(restarts),
-        "resizes": (resizes := run.resizes())[-_MOST_RESTARTS:],
-        "num_resizes": len(resizes),
+        "restarts": run.restarts(),
+        "resizes": run.resizes(),
+        "classifier": found,
+        "confusion": None if isinstance(found, str) else _confusion(found),
     }
-    if isinstance(found, str):
-        return page | {"no_classifier": found}
-    return page | {"classifier": found, "confusion": _confusion(found)}
 
 
 def _row(task: TaskTime, run: RunSeries) -> dict[str, object]:

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from data.system.files import join
+from strategies.worker_stats import mean_staleness
 from trainer.report.drawing import Points
 from trainer.run_files import (
     FAILURES,
     NO_METRICS,
     RESTARTS,
     Document,
-    RunFiles,
     clock,
     directory_of_logs,
     four_digits,
@@ -55,20 +55,19 @@ class RunSeries:
         self.name = os.path.basename(os.path.realpath(model_dir.rstrip("/")))
         self.config = files.read_config()
         # Read once; values of each worker are in no more reports than a plot shows.
-        self.reports = files.read_reports(num_with_workers=_MOST_SAMPLES)
-        self.summary = summary(model_dir, self.reports)
+        reports = files.read_reports(num_with_workers=_MOST_SAMPLES)
+        self.summary = summary(model_dir, reports)
         self.result: Document = files.read_result() or {}
         self.tasks: Sequence[TaskTime] = goodput(model_dir)
         self.began = min((task.pieces[0].begin for task in self.tasks), default=0.0)
         self.ended = max((task.pieces[-1].end for task in self.tasks), default=0.0)
         self.chief = next((task for task in self.tasks if task.name in CHIEFS), None)
         self._by_split: dict[str, list[Document]] = {}
-        for report in sorted(self.reports, key=lambda report: int(report["step"])):
+        for report in sorted(reports, key=lambda report: int(report["step"])):
             self._by_split.setdefault(report.get("split", ""), []).append(report)
         last: Document = self.of("train")[-1] if self.of("train") else {}
         self.workers = list(last.get("worker_steps", {}))
         self._sampled = [report for report in self.of("train") if "worker_steps" in report]
-        self._columns: dict[tuple[str, str], npt.NDArray[np.float64]] = {}
 
     def of(self, split: str) -> list[Document]:
         """The reports of a split, in the order of their steps."""
@@ -87,11 +86,9 @@ class RunSeries:
         return sorted(names, key=lambda name: name != "loss")
 
     def curve(self, split: str, name: str, *, over_time: bool) -> Points:
-        """Returns the values of a metric over steps or over seconds, as rows (x, y)."""
+        """Returns the values of a metric over steps or over seconds: rows (x, y), with NaNs."""
         xs = self.times(split) if over_time else self._column(split, "step")
-        ys = self._column(split, name)
-        is_there = ~np.isnan(ys)
-        return np.stack([xs[is_there], ys[is_there]], axis=1)
+        return np.stack([xs, self._column(split, name)], axis=1)
 
     def times(self, split: str) -> npt.NDArray[np.float64]:
         """The seconds from the first start of the run to each report of a split."""
@@ -101,10 +98,7 @@ class RunSeries:
 
     def _column(self, split: str, name: str) -> npt.NDArray[np.float64]:
         """The value `name` of each report of a split; NaN where it is missing."""
-        if (split, name) not in self._columns:
-            values = [report.get(name) for report in self.of(split)]
-            self._columns[split, name] = np.array(values, np.float64)
-        return self._columns[split, name]
+        return np.array([report.get(name) for report in self.of(split)], np.float64)
 
     @functools.cached_property
     def _marks(self) -> list[tuple[int, float]]:
@@ -146,30 +140,25 @@ class RunSeries:
 
     def staleness_curve(self, worker: str) -> Points:
         """The mean staleness of the gradients of `worker` so far."""
-        found: list[tuple[float, float]] = []
-        for report in self._sampled:
-            counts = {int(a): n for a, n in report.get("staleness", {}).get(worker, {}).items()}
-            counts = {age: number for age, number in counts.items() if age >= 0}
-            if number := sum(counts.values()):
-                mean = sum(age * n for age, n in counts.items()) / number
-                found.append((float(report["step"]), mean))
+        found = [
+            (report["step"], mean_staleness(report.get("staleness", {}).get(worker, {})))
+            for report in self._sampled
+        ]
         return np.array(found, np.float64).reshape(-1, 2)
 
     def restarts(self) -> list[Document]:
         """The lines of restarts.jsonl."""
-        for directory in (str(directory_of_logs(self.model_dir)), RunFiles(self.model_dir).tasks):
-            if found := list(json_objects(join(directory, RESTARTS))):
-                return found
-        return []
+        return self._of_launcher(f"tasks/{RESTARTS}")
 
     def resizes(self) -> list[Document]:
         """The lines of failures.jsonl with a new number of workers."""
-        local = str(directory_of_logs(self.model_dir).parent)
-        for directory in (local, self.model_dir):
-            lines = json_objects(join(directory, FAILURES))
-            if found := [line for line in lines if "workers_before" in line]:
-                return found
-        return []
+        return [line for line in self._of_launcher(FAILURES) if "workers_before" in line]
+
+    def _of_launcher(self, name: str) -> list[Document]:
+        """The lines of a file that a launcher wrote: on this machine, or else in the bucket."""
+        here = str(directory_of_logs(self.model_dir).parent)
+        found = (list(json_objects(join(place, name))) for place in (here, self.model_dir))
+        return next(filter(None, found), [])
 
     def accounting(self) -> list[tuple[str, str]]:
         """Returns the rows of the table of data accounting: (text, number)."""

@@ -7,6 +7,7 @@ be declared twice in a program that uses both modules. `main` gets the arguments
 A user's mistake is one line on standard error and exit code 2; after Ctrl-C it is 130.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -14,7 +15,7 @@ from typing import NoReturn
 from absl import app
 
 from data.system.errors import TrainerError
-from data.system.files import exists, is_dir
+from data.system.files import exists, is_dir, is_url
 from data.system.flags import parse_flags
 from data.system.pipes import ends_with_reader
 from trainer.run_files import RunFiles
@@ -68,3 +69,10 @@ def require_run(model_dir: str) -> RunFiles:
             "lists the runs under runs/."
         )
     return files
+
+
+def run_of(path: str) -> str:
+    """The run at `path`, or the one whose checkpoint or export `path` is; "" if there is none."""
+    path = path.rstrip("/")
+    above = os.path.dirname(os.path.dirname(path if is_url(path) else os.path.realpath(path)))
+    return next((run for run in (path, above) if exists(RunFiles(run).config)), "")
