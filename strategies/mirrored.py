@@ -31,13 +31,13 @@ from strategies.gradients.all_reduce import (
     summed_with_key,
 )
 from strategies.gradients.parts import gradients_of_virtual_replicas, totals_of_parts
-from strategies.local_steps import LocalRounds
 from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
-from strategies.step_marks import StepMarks
 
 if TYPE_CHECKING:
     from strategies.gradients.compression import Compression
+    from strategies.local_steps import LocalRounds
+    from strategies.step_marks import StepMarks
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -103,6 +103,8 @@ class MirroredExecutor(Executor):
         is_timed = local is not None and local.every_secs > 0
         marks = self._marks = self._new_marks()
         if local and marks:
+            from strategies.local_steps import LocalRounds  # Few runs choose them.
+
             sums = self._all_reduced, self._summed_over_replicas
             self._rounds = LocalRounds(self.strategy, local, marks, *sums)
 
@@ -182,10 +184,13 @@ class MirroredExecutor(Executor):
         with averaged_over_replicas(learner.layer_state):
             return learner.gradients(batch)
 
-    def _new_marks(self) -> StepMarks | None:
+    def _new_marks(self) -> "StepMarks | None":
         """The marks of complete steps; None if a failure finds no step that has begun."""
-        local = self._learner.local_steps
-        return StepMarks(self.strategy, self._learner.step, local.changing) if local else None
+        if (local := self._learner.local_steps) is None:
+            return None
+        from strategies.step_marks import StepMarks  # As LocalRounds.
+
+        return StepMarks(self.strategy, self._learner.step, local.changing)
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:

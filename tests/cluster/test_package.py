@@ -135,7 +135,7 @@ def test_command_trains_and_its_run_is_reported(scripts: Path, tmp_path: Path) -
         (("data.prepare", "tfds:mnist"), "importlib_resources", "tfds"),
         (("trainer", "--config=regression"), "sklearn", "samples"),
         (("data.prepare", "diabetes"), "sklearn", "samples"),
-        (("data.prepare", "parquet:a", "--source=a.parquet"), "pyarrow", "parquet"),
+        (("data.prepare", "parquet:a", "--source=."), "pyarrow", "parquet"),
         (("data.prepare", "python:a", "--source=a.py:f"), "pyarrow", "parquet"),
         (("data.prepare", "svhn", "--source=."), "scipy", "samples"),
         (("data.prepare", "digits", "--data_dir=s3://bucket/digits"), "obstore", "s3"),
