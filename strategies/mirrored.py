@@ -239,7 +239,11 @@ class MirroredExecutor(Executor):
         for index, size in enumerate(sizes):
             started = time.monotonic()
             try:
-                totals, summed_status, self._next_batch = self._run_round(size)
+                finished = self._run_by_time(size)
+                if finished is None:
+                    arguments = self._feed.take(size), self._next_batch, tf.constant(size, tf.int64)
+                    finished = self._run_in_graph(*arguments, self._own_status("run"))
+                totals, summed_status, self._next_batch = finished
             except tf.errors.OpError as error:
                 if self._learner.stop_compiling(error):
                     self._prepare(self._source, self.position)
@@ -264,12 +268,9 @@ class MirroredExecutor(Executor):
             self.on_progress()
         return metrics, seconds
 
-    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
-        """Runs `num_steps` steps; returns what the graph returns."""
-        arguments = self._feed.take(num_steps), self._next_batch, tf.constant(num_steps, tf.int64)
-        finished: tuple[tf.Tensor, tf.Tensor, Batch]
-        finished = self._run_in_graph(*arguments, self._own_status("run"))
-        return finished
+    def _run_by_time(self, _: int) -> tuple[tf.Tensor, tf.Tensor, Batch] | None:
+        """Runs a round of `local_steps.every_secs`, which only several workers have."""
+        return None
 
     @property
     @override

@@ -253,11 +253,11 @@ class MultiWorkerExecutor(MirroredExecutor):
         return division.sizes(num_steps, left if left > 0 else math.inf)
 
     @override
-    def _run_round(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch]:
-        """By time, this worker makes its part of the steps of a round of `num_steps` batches."""
+    def _run_by_time(self, num_steps: int) -> tuple[tf.Tensor, tf.Tensor, Batch] | None:
+        """Makes this worker's part of the steps of a round of `num_steps` batches."""
         division, rounds = self._division, self._rounds
         if division is None or rounds is None:
-            return super()._run_round(num_steps)
+            return None
         trainers, began = self._cluster.trainers, time.monotonic()
         numbers, worker = division.of(num_steps), trainers.index(self._cluster.task)
         own, num_lanes = numbers[worker], self._source.order.lanes // len(trainers)

@@ -47,7 +47,7 @@ def test_few_frames_lie_between_the_command_and_the_graph(digits: Path, tmp_path
         run = process.wait()
     assert run.exit_code == 0, run.stderr
     frames = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("FRAME")]
-    assert frames[0] == ["strategies/mirrored.py", "_run_round"]
+    assert frames[0] == ["strategies/mirrored.py", "_run"]
     assert ["trainer/loop.py", "train"] in frames
     assert frames[-1] == ["trainer/__main__.py", "<module>"]
     assert len(frames) <= MOST_FRAMES, frames
