@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import keras
 import tensorflow as tf
 
+from data.system.compat import recomputing
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_layers import keep_losses
 from strategies.base import Batch, Tensor, read_now
@@ -25,6 +26,11 @@ from trainer.step.loss_scale import LossScale, unscaled
 from trainer.step.random_layers import drawing
 
 log = logging.getLogger(__name__)
+
+_OR_CAPTURED = (
+    ", or only through a tensor that a function of tf.recompute_grad takes from outside: make it "
+    "an argument of the function"
+)
 
 
 class Differentiation(ModelVariables):
@@ -219,9 +225,10 @@ class Differentiation(ModelVariables):
             return
         self._has_warned = True
         log.warning(
-            "The loss has no gradient for %s: these variables do not change, because the loss does "
-            "not depend on them.",
+            "The loss has no gradient for %s: these variables do not change. The loss does not "
+            "depend on them%s.",
             ", ".join(paths),
+            _OR_CAPTURED * recomputing.is_used_by(self.model),
         )
 
     @no_autograph

@@ -11,15 +11,16 @@ tests/unit/compat/test_recomputing.py pass with the original.
 """
 
 import contextlib
+import copy
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, get_stateless_scope, set_keras_mask
-from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 from tensorflow.python.eager import record
 
 from data.system.compat.keras_layers import all_layers
@@ -51,11 +52,10 @@ class _Recomputation:
             if context := get_global_attribute("current_call_ctx"):
                 self.layers.add(context.entry_layer)
             scope = get_stateless_scope()
-            if scope is None:
-                return _original(lambda *args: function(*args, **kwargs))(*args)
-            if not scope.state_mapping:  # Keras only asks for shapes.
+            if scope is not None and not scope.state_mapping:  # Keras only asks for shapes.
                 return function(*args, **kwargs)
-            return _compute_in(scope, function, args, kwargs, self._replaying())
+            call = _Call(function, args, kwargs, self._replaying())
+            return call.in_tape() if scope is None else call.in_scope(scope)
 
         return recomputed
 
@@ -103,51 +103,97 @@ class _Reads(keras.StatelessScope):
         return super().get_current_value(variable)
 
 
-def _compute_in(
-    scope: keras.StatelessScope,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    replay: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Any:
-    """Returns `function(*args, **kwargs)`. Its gradient computes it again, at the same values."""
-    leaves = tf.nest.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if _has_gradient(leaf)]
-    masks = [get_keras_mask(leaves[i]) for i in places]  # Some layers remove them.
-    given = dict(scope.state_mapping)
-    first = _Reads(scope)
-    first.losses = scope.losses
-    with first:
-        results = function(*args, **kwargs)
-    # What the function assigned.
-    scope.state_mapping.update(first.state_mapping)
-    if first.reads_others:
-        return results
-    keys = [key for key in first.keys if _has_gradient(given.get(key))]
-    sources = [*(leaves[i] for i in places), *(given[key] for key in keys)]
+# Of Keras: the argument `training` of the layers outside, and the type in which they compute.
+_CONTEXTS = "current_call_ctx", "autocast_scope"
 
-    def gradient(*upstream: tf.Tensor) -> Any:
-        with tf.GradientTape() as tape, replay():
-            again = _after(sources, upstream)
-            tape.watch(again)
-            second = keras.StatelessScope(collect_losses=True)
-            second.state_mapping = {**given, **dict(zip(keys, again[len(places) :], strict=True))}
-            inputs = list(leaves)
-            for i, mask, value in zip(places, masks, again, strict=False):
-                set_keras_mask(value, mask)
-                inputs[i] = value
-            same_args, same_kwargs = tf.nest.pack_sequence_as((args, kwargs), inputs)
-            with second:
-                outputs = function(*same_args, **same_kwargs)
-        outputs = filter(_has_gradient, tf.nest.flatten(outputs))
-        return tape.gradient(list(outputs), again, output_gradients=list(upstream))
 
-    # The original results stay on the tape: a penalty that a layer adds may depend on them.
-    flat = tf.nest.flatten(results)
-    with record.stop_recording():
-        copies = [tf.identity(x) if _has_gradient(x) else x for x in flat]
-    record.record_operation("recompute", [*filter(_has_gradient, copies)], sources, gradient)
-    return tf.nest.pack_sequence_as(results, copies)
+class _Call:
+    """A call of a function that its gradient repeats: at the same values, with the same draws."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        replay: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._function, self._given, self._replay = function, (args, kwargs), replay
+        self._leaves = tf.nest.flatten(self._given)
+        self._places = [i for i, leaf in enumerate(self._leaves) if _has_gradient(leaf)]
+        self._inputs = [self._leaves[i] for i in self._places]
+        self._masks = list(map(get_keras_mask, self._inputs))  # Some layers remove them.
+        self._contexts = {name: copy.copy(get_global_attribute(name)) for name in _CONTEXTS}
+
+    def _first(self) -> Any:
+        args, kwargs = self._given
+        return self._function(*args, **kwargs)
+
+    def _again(self, inputs: Sequence[tf.Tensor], state: Mapping[int, Any]) -> Any:
+        """Repeats the call for other tensors of the same values; assigns nothing."""
+        leaves = list(self._leaves)
+        for i, mask, value in zip(self._places, self._masks, inputs, strict=True):
+            set_keras_mask(value, mask)
+            leaves[i] = value
+        args, kwargs = tf.nest.pack_sequence_as(self._given, leaves)
+        scope = keras.StatelessScope(collect_losses=True)
+        scope.state_mapping = dict(state)
+        with self._replay(), _attributes(self._contexts), scope:
+            return self._function(*args, **kwargs)
+
+    def in_tape(self) -> Any:
+        """Returns the results outside of a scope, with the gradient of TensorFlow."""
+        is_first = True
+
+        def compute(*inputs: tf.Tensor) -> Any:
+            nonlocal is_first
+            if not is_first:
+                return self._again(inputs, {})
+            is_first = False
+            return self._first()
+
+        return _original(compute)(*self._inputs)
+
+    def in_scope(self, scope: keras.StatelessScope) -> Any:
+        """Returns the results at the values of `scope`, and assigns to it."""
+        given = dict(scope.state_mapping)
+        first = _Reads(scope)
+        first.losses = scope.losses
+        with first:
+            results = self._first()
+        scope.state_mapping.update(first.state_mapping)
+        if first.reads_others:
+            return results
+        keys = [key for key in first.keys if _has_gradient(given.get(key))]
+        sources, num_inputs = [*self._inputs, *(given[key] for key in keys)], len(self._inputs)
+
+        def gradient(*upstream: tf.Tensor) -> Any:
+            with tf.GradientTape() as tape:
+                again = _after(sources, upstream)
+                tape.watch(again)
+                state = {**given, **dict(zip(keys, again[num_inputs:], strict=True))}
+                outputs = tf.nest.flatten(self._again(again[:num_inputs], state))
+            outputs = list(filter(_has_gradient, outputs))
+            return tape.gradient(outputs, again, output_gradients=list(upstream))
+
+        # The original results stay on the tape: a penalty that a layer adds may depend on them.
+        flat = tf.nest.flatten(results)
+        with record.stop_recording():
+            copies = [tf.identity(x) if _has_gradient(x) else x for x in flat]
+        record.record_operation("recompute", [*filter(_has_gradient, copies)], sources, gradient)
+        return tf.nest.pack_sequence_as(results, copies)
+
+
+@contextlib.contextmanager
+def _attributes(values: Mapping[str, Any]) -> Iterator[None]:
+    """Sets attributes of Keras' global state within the context."""
+    before = {name: get_global_attribute(name) for name in values}
+    for name, value in values.items():
+        set_global_attribute(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            set_global_attribute(name, value)
 
 
 def _has_gradient(leaf: Any) -> bool:

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from typing_extensions import override
 
 from data.system.compat import recomputing
 from tests.unit.comparing import assert_close
 from tests.unit.compat.messages import delete
 from tests.unit.test_layer_losses import replicas
-from tests.unit.test_learner import learner_of
+from tests.unit.test_learner import dtype_policy, learner_of
 from trainer.embeddings.layer import ShardedEmbedding
 from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, Options
 
 BATCH = 8
@@ -36,14 +38,14 @@ class Block(layers.Layer):
         self.dense.build(shape)
         self.norm.build((*shape[:-1], 4))
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        compute = tf.recompute_grad(self.compute) if self.again else self.compute
-        return compute(inputs, training=training)
+    def call(self, inputs: Any) -> Any:
+        return tf.recompute_grad(self.compute)(inputs) if self.again else self.compute(inputs)
 
-    def compute(self, inputs: Any, training: bool) -> Any:
-        values = self.norm(self.dense(inputs), training=training)
+    def compute(self, inputs: Any) -> Any:
+        """Keras tells the inner layers that this is training."""
+        values = self.norm(self.dense(inputs))
         self.add_loss(0.1 * tf.reduce_mean(values**2))
-        return self.drop(tf.tanh(values), training=training)
+        return self.drop(tf.tanh(values))
 
 
 def batch() -> tuple[tf.Tensor, ...]:
@@ -53,14 +55,23 @@ def batch() -> tuple[tf.Tensor, ...]:
     return tf.constant(x), tf.constant(np.arange(BATCH) % 5), tf.constant(seeds)
 
 
-def make(kind: str, num: int = 1, *, synchronized: bool = False, jit: bool = False) -> Learner:
+def make(
+    kind: str,
+    num: int = 1,
+    *,
+    synchronized: bool = False,
+    jit: bool = False,
+    learner: type[Learner] = Learner,
+) -> Learner:
     keras.utils.set_random_seed(1)
     scope = keras.RematScope("full") if kind == "scope" else contextlib.nullcontext()
     with replicas(num).scope():
         with scope:
             body = [Block(again=kind == "function", synchronized=synchronized), layers.Dense(4)]
         model = keras.Sequential([keras.Input((3,)), *body, layers.Dropout(0.5), layers.Dense(5)])
-        return learner_of(model, keras.optimizers.SGD(0.1), Options(jit_compile=jit))
+        loss, options = sparse_categorical_crossentropy, Options(jit_compile=jit)
+        sgd = keras.optimizers.SGD(0.1)
+        return learner(model, sgd, loss, {}, batch_size=BATCH, options=options)
 
 
 def step_of(learner: Learner, how: str) -> list[np.ndarray]:
@@ -82,6 +93,39 @@ def test_recomputed_gradients_and_state_are_those_without(kind: str, how: str) -
         [np.asarray(v) for v in step_of(make(k, jit=how == "XLA"), how)] for k in (kind, "no")
     )
     assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("how", ["plain", "XLA"])
+def test_recomputed_layers_compute_in_the_precision_of_the_policy(how: str) -> None:
+    with dtype_policy("mixed_bfloat16"):
+        found, expected = (
+            [np.asarray(v, np.float32) for v in step_of(make(kind, jit=how == "XLA"), how)]
+            for kind in ("scope", "no")
+        )
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, atol=0.02, rtol=0.1)  # Of bfloat16.
+
+
+class OwnTape(Learner):
+    """Differentiates itself, as in configs/custom_step.py. It adds no penalties."""
+
+    @override
+    def gradients(self, batch: Any, *, training: bool = True) -> Any:
+        inputs, labels, seeds = batch
+        with tf.GradientTape() as tape:
+            outputs = self.forward(inputs, seeds, training=training)
+            losses = self.objective.losses(labels, outputs)
+            loss = tf.reduce_sum(losses) / self.batch_size
+        return tape.gradient(loss, self.variables), self.measure(labels, outputs, losses)
+
+
+@pytest.mark.parametrize("kind", ["scope", "function"])
+def test_own_gradients_have_the_masks_and_change_state_once(kind: str) -> None:
+    found, expected = (
+        [np.asarray(v) for v in step_of(make(k, learner=OwnTape), "plain")] for k in (kind, "no")
+    )
     for a, b in zip(found, expected, strict=True):
         assert_close(a, b)
 
