@@ -136,7 +136,9 @@ class KubeflowStatus(Writer):
     """
 
     def __init__(self, environment: Mapping[str, str], last_step: int) -> None:
-        self._environment = environment
+        self._url = environment[_URL]
+        self._ca_cert = environment.get(_CA_CERT) or None
+        self._token = environment.get(_TOKEN, "")
         self._last_step = last_step
         self._metrics: dict[str, str] = {}
         self._remaining_secs: int | None = None
@@ -172,9 +174,9 @@ class KubeflowStatus(Writer):
         body = json.dumps({"trainerStatus": status}).encode()
         headers = {"Content-Type": "application/json"}
         self._next = time.monotonic() + _KUBEFLOW_SECS
-        if token := self._environment.get(_TOKEN):
-            headers["Authorization"] = f"Bearer {Path(token).read_text().strip()}"
-        request = urllib.request.Request(self._environment[_URL], body, headers)
-        context = ssl.create_default_context(cafile=self._environment.get(_CA_CERT) or None)
+        if self._token:
+            headers["Authorization"] = f"Bearer {Path(self._token).read_text().strip()}"
+        request = urllib.request.Request(self._url, body, headers)
+        context = ssl.create_default_context(cafile=self._ca_cert)
         with urllib.request.urlopen(request, timeout=_POST_SECS, context=context):
             pass
