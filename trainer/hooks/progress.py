@@ -8,6 +8,7 @@ needed. Neither ever ends a run.
 
 import http.server
 import json
+import logging
 import os
 import re
 import socket
@@ -22,9 +23,12 @@ from pathlib import Path
 from typing_extensions import override
 
 from strategies.metrics import Metrics
+from trainer.exit_codes import first_line
 from trainer.hooks.tracking import Background
 from trainer.hooks.writers import Values, Writer
 from trainer.run_files import NUM_STEPS, RESTARTS, directory_of_logs
+
+log = logging.getLogger(__name__)
 
 _URL, _CA_CERT, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 # Kubeflow asks for one message in 5 s at most, of 256 metrics with short names and values.
@@ -143,6 +147,7 @@ class KubeflowStatus(Writer):
         self._metrics: dict[str, str] = {}
         self._remaining_secs: int | None = None
         self._next = 0.0
+        self._has_failed = False
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:
@@ -173,10 +178,15 @@ class KubeflowStatus(Writer):
             status["estimatedRemainingSeconds"] = self._remaining_secs
         body = json.dumps({"trainerStatus": status}).encode()
         headers = {"Content-Type": "application/json"}
+        try:
+            if self._token:
+                headers["Authorization"] = f"Bearer {Path(self._token).read_text().strip()}"
+            request = urllib.request.Request(self._url, body, headers)
+            context = ssl.create_default_context(cafile=self._ca_cert)
+            with urllib.request.urlopen(request, timeout=_POST_SECS, context=context):
+                pass
+        except (OSError, ValueError) as error:
+            if not self._has_failed:
+                log.warning("Kubeflow does not take the status of this run: %s", first_line(error))
+            self._has_failed = True
         self._next = time.monotonic() + _KUBEFLOW_SECS
-        if self._token:
-            headers["Authorization"] = f"Bearer {Path(self._token).read_text().strip()}"
-        request = urllib.request.Request(self._url, body, headers)
-        context = ssl.create_default_context(cafile=self._ca_cert)
-        with urllib.request.urlopen(request, timeout=_POST_SECS, context=context):
-            pass
