@@ -39,7 +39,8 @@ def check_model_dir(model_dir: str) -> None:
     """Writes a file to `model_dir`, or where this directory would be made, and removes it.
 
     Raises:
-        ModelDirError: no file can be written to it, or it has a file with the name of a directory.
+        ModelDirError: no file can be written to it, or it has a file with the name of a directory,
+            or the reverse.
         DiskError: its disk is full or fails, or has become read-only since a run wrote there.
         UnavailableError: it is at s3://, which does not answer.
     """
@@ -48,6 +49,12 @@ def check_model_dir(model_dir: str) -> None:
         if os.path.isfile(path):
             raise ModelDirError(
                 f"{path} is a file, and a run makes a directory of this name. Move it to another "
+                "place, or give another --model_dir."
+            )
+    for path in (run.config, run.result, run.metrics):
+        if os.path.isdir(path):
+            raise ModelDirError(
+                f"{path} is a directory, and a run writes a file of this name. Move it to another "
                 "place, or give another --model_dir."
             )
     with disk_errors_explained(model_dir):

@@ -31,11 +31,11 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.system import files
-from data.system.scratch import plain_path, scratch_dir
+from data.system.scratch import scratch_dir
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError, Mark, complete_mark, own_mark
 from trainer.checkpoints.retention import Chain
-from trainer.checkpoints.store import Store
+from trainer.checkpoints.store import Store, local_files
 from trainer.embeddings.table import Ids, Table, ids_with_rows
 from trainer.exit_codes import first_line
 
@@ -249,11 +249,14 @@ def table_values(checkpoint: str, *, rows_only: bool = False) -> dict[str, npt.N
     OSError, ValueError or tf.errors.OpError if a file cannot be read.
     """
     values: dict[str, npt.NDArray[np.generic]] = {}
-    if not tf.io.gfile.exists(f"{checkpoint}/{PREFIX}.index"):
+    if not files.exists(f"{checkpoint}/{PREFIX}.index"):
         return values
     with contextlib.ExitStack() as stack:
-        plain = [stack.enter_context(plain_path(path)) for path in table_directories(checkpoint)]
-        readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in plain]
+        readers = []
+        for path in table_directories(checkpoint):
+            of_tables = {k: v for k, v in own_mark(path).files.items() if k.startswith(PREFIX)}
+            plain = stack.enter_context(local_files(path, of_tables))
+            readers.append(tf.train.load_checkpoint(f"{plain}/{PREFIX}"))
         names = sorted({n for reader in readers for n in reader.get_variable_to_shape_map()})
         for number in sorted({int(name.partition("/")[0]) for name in names}):
             index = _index(readers[-1], number)

@@ -85,7 +85,9 @@ def require_per_example(name: str, value: tf.Tensor, labels: Batch, outputs: Bat
         raise ValueError(f"{message} Received: shape {value.shape} of {examples.shape[:1]}.")
     if value.shape.is_fully_defined() and examples.shape[:1].is_fully_defined():
         return value
-    is_equal = tf.debugging.assert_equal(tf.shape(value), tf.shape(examples)[:1], message)
+    has_rank = tf.debugging.assert_rank(value, 1, message)
+    with tf.control_dependencies([has_rank]):
+        is_equal = tf.debugging.assert_equal(tf.shape(value), tf.shape(examples)[:1], message)
     with tf.control_dependencies([is_equal]):
         return tf.ensure_shape(value, [None])
 
