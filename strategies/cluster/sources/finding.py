@@ -197,9 +197,11 @@ def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
     """
     variables = Variables("SkyPilot", environment)
     nodes, rank = variables.get("SKYPILOT_NODE_IPS").split(), variables.number("SKYPILOT_NODE_RANK")
-    if rank >= len(nodes):
+    num_nodes = environment.get("SKYPILOT_NUM_NODES", str(len(nodes)))
+    if num_nodes != str(len(nodes)) or rank >= len(nodes):
         raise variables.error(
-            f"SKYPILOT_NODE_IPS has {len(nodes)} address(es), and SKYPILOT_NODE_RANK is {rank}"
+            f"SKYPILOT_NODE_IPS has {len(nodes)} address(es), SKYPILOT_NUM_NODES is {num_nodes}, "
+            f"and SKYPILOT_NODE_RANK is {rank}"
         )
     task = environment.get("SKYPILOT_TASK_ID", "")
     where = f"SkyPilot task {task}" if task else "SkyPilot"
