@@ -181,8 +181,9 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
     jobs = _parse_jobs(given)
     if not jobs:
         raise ClusterError(f"TF_CONFIG's cluster has no addresses. {form}")
-    generation = config.get("generation")  # A launcher writes it.
-    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation)
+    generation = config.get("generation")  # A launcher writes it. Others may mean something else.
+    is_number = type(generation) is int
+    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation if is_number else None)
     _check_strategy(cluster, strategy, _TF_CONFIG)
     return cluster
 

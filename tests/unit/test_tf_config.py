@@ -121,6 +121,9 @@ def test_forms_of_addresses_and_indices_are_understood(
 
 def test_generation_of_an_elastic_cluster_is_kept() -> None:
     config = json.loads(tf_config({"worker": WORKERS}))
+    for foreign in (None, "3", 1.5, [1], True):  # Of another program.
+        text = json.dumps(config | {"generation": foreign})
+        assert parse_tf_config(text, "multiworker").generation is None
     assert parse_tf_config(json.dumps(config), "multiworker").generation is None
     cluster = parse_tf_config(json.dumps(config | {"generation": 3}), "multiworker")
     for text in (cluster.tf_config(), cluster.training_tf_config()):
