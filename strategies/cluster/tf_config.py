@@ -377,7 +377,7 @@ def _parse_task(
 
 def _check_strategy(cluster: Cluster, strategy: str, source: str) -> None:
     jobs, task = cluster.jobs, cluster.task
-    names, add = f"{source} names", _ADD.get(source, "Add a {}")
+    names, add = f"{source} names", _ADD.get(source, "Type --{}=1")
     for job in ("chief", "evaluator"):
         if list(jobs.get(job, [0])) != [0]:
             raise ClusterError(

@@ -180,6 +180,8 @@ SECOND_REPLICA = JOBSET | {"HOSTNAME": "train-worker-3-1"}
         ),
         ("slurm", slurm(HET_SIZE="2"), "heterogeneous ... SLURM_HET_SIZE=2", None),
         ("slurm", {}, "no SLURM_JOB_ID ... TF_CONFIG", None),
+        ("slurm", SLURM, "Slurm job 200505, step 0 names only ... Type --ps=1, or use", ps(0)),
+        ("indexed_job", INDEXED_JOB, 'needs a "ps" task ... Type --ps=1, or use', ps(0, 3)),
         ("slurm", SLURM, "--ps=5 ... 5 task(s) ... srun --ntasks=N", ps(5)),
         ("auto", INDEXED_JOB, "not know how many pods ... --workers=N ... spec.completions", None),
         ("indexed_job", INDEXED_JOB, "this is pod 2 ... 2 pod(s) ... --workers", workers(2)),
