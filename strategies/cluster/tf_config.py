@@ -164,7 +164,7 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
     """
     form = f"Example: {_EXAMPLE[strategy]}"
     try:
-        config = json.loads(text)
+        config = json.loads(text, object_pairs_hook=object_without_repeats)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
         raise ClusterError(
@@ -181,8 +181,9 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
     jobs = _parse_jobs(given)
     if not jobs:
         raise ClusterError(f"TF_CONFIG's cluster has no addresses. {form}")
-    generation = config.get("generation")  # A launcher writes it.
-    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation)
+    generation = config.get("generation")  # A launcher writes it. Others may mean something else.
+    is_number = type(generation) is int
+    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation if is_number else None)
     _check_strategy(cluster, strategy, _TF_CONFIG)
     return cluster
 
@@ -266,6 +267,17 @@ def _counts(jobs: Mapping[str, Mapping[int, str]]) -> str:
     return ", ".join(f"{job} ({len(known)})" for job, known in jobs.items())
 
 
+def object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """For json.loads, which would drop all but the last value. Raises ClusterError."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ClusterError(
+                f'TF_CONFIG has "{name}" twice in one object. Put all of it under one name.'
+            )
+    return dict(pairs)
+
+
 def _parse_jobs(cluster: Mapping[str, object]) -> dict[str, dict[int, str]]:
     if "master" in cluster and "chief" not in cluster:  # The name in TensorFlow 1.
         cluster = {"chief" if job == "master" else job: known for job, known in cluster.items()}
@@ -285,10 +297,10 @@ def _numbered(job: str, listed: object) -> Iterable[tuple[int, object]]:
             f'TF_CONFIG\'s job "{job}" must be a list of addresses, but is {listed!r}. '
             f'Write "{job}": ["host:port"], one entry for each task.'
         )
-    if not all(map(_is_index, listed)):
+    if not all(map(_is_index, listed)) or len(set(map(int, listed))) < len(listed):
         raise ClusterError(
-            f'TF_CONFIG\'s job "{job}" is a map from task index to address, but has the keys '
-            f'{list(listed)}. Write "{job}": {{"0": "host:port"}}, or a list.'
+            f'TF_CONFIG\'s job "{job}" is a map from different task indices to addresses, but has '
+            f'the keys {list(listed)}. Write "{job}": {{"0": "host:port"}}, or a list.'
         )
     return [(int(index), address) for index, address in listed.items()]
 
@@ -365,7 +377,7 @@ def _parse_task(
 
 def _check_strategy(cluster: Cluster, strategy: str, source: str) -> None:
     jobs, task = cluster.jobs, cluster.task
-    names, add = f"{source} names", _ADD.get(source, "Add a {}")
+    names, add = f"{source} names", _ADD.get(source, "Type --{}=1")
     for job in ("chief", "evaluator"):
         if list(jobs.get(job, [0])) != [0]:
             raise ClusterError(

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from strategies.cluster.peers import (
     UnknownHostError,
     accepts_connections,
-    answer_at,
     host_of,
+    identify,
     is_reachable,
 )
 from strategies.cluster.tf_config import Cluster, Task
@@ -81,13 +81,14 @@ def watch_peers(
         last_seen = time.monotonic()
         num_warnings = num_refusals = 0
         while not over.wait(poll_secs):
-            answer = answer_at(address)
-            if answer not in ("silent", None):
-                last_seen = time.monotonic()
-            num_refusals = num_refusals + 1 if answer is None else 0
-            if num_refusals == 2:
-                message = "its process has ended, or its host cannot be reached."
-                log.warning("%s (%s) accepts no connection: %s", task, address, message)
+            with contextlib.suppress(UnknownHostError):
+                answer = identify(address)
+                if answer not in ("silent", None):
+                    last_seen = time.monotonic()
+                num_refusals = num_refusals + 1 if answer is None else 0
+                if num_refusals == 2:
+                    message = "its process has ended, or its host cannot be reached."
+                    log.warning("%s (%s) accepts no connection: %s", task, address, message)
             silent_secs = time.monotonic() - last_seen
             num_half_timeouts = min(2, int(2 * silent_secs / timeout_secs))
             if num_half_timeouts > num_warnings:
@@ -137,13 +138,15 @@ def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Ta
         num_proofs = 0
         while num_proofs < _PROOFS or time.monotonic() - last_seen <= timeout_secs:
             time.sleep(poll_secs)
-            if answer_at(cluster.address_of(ps)) not in ("silent", None):
-                last_seen, num_proofs = time.monotonic(), 0
-            # If the ps is lost for all, the chief ends.
-            elif answer_at(cluster.address_of(cluster.chief)) == cluster.chief:
-                num_proofs += 1
-            else:
-                num_proofs = 0
+            # A name that is unknown at the moment says nothing about its host.
+            with contextlib.suppress(UnknownHostError):
+                if identify(cluster.address_of(ps)) not in ("silent", None):
+                    last_seen, num_proofs = time.monotonic(), 0
+                # If the ps is lost for all, the chief ends.
+                elif identify(cluster.address_of(cluster.chief)) == cluster.chief:
+                    num_proofs += 1
+                else:
+                    num_proofs = 0
         on_silent(ps)
 
     for index in cluster.jobs["ps"]:

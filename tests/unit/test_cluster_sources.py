@@ -47,6 +47,7 @@ JOBSET = {
 SKYPILOT = {
     "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n10.0.0.9\n",
     "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "3",
     "SKYPILOT_TASK_ID": "sky-2026-07-06-21-18-31-563597_train_1",
 }
 SAGEMAKER = {
@@ -148,6 +149,11 @@ def without(environment: dict[str, str], part: str) -> dict[str, str]:
 NO_JSON = {"SM_RESOURCE_CONFIG": "algo-1,algo-2"}
 UNKNOWN_HOST = {"SM_RESOURCE_CONFIG": '{"current_host": "algo-3", "hosts": ["algo-1"]}'}
 ON_HOST_NETWORK = INDEXED_JOB | {"HOSTNAME": "ip-10-0-0-4"}
+TWO_OF_SKYPILOT = SKYPILOT | {
+    "SKYPILOT_NODE_IPS": "10.0.0.4",
+    "SKYPILOT_NODE_RANK": "0",
+    "SKYPILOT_NUM_NODES": "2",
+}
 SECOND_REPLICA = JOBSET | {"HOSTNAME": "train-worker-3-1"}
 
 
@@ -174,6 +180,8 @@ SECOND_REPLICA = JOBSET | {"HOSTNAME": "train-worker-3-1"}
         ),
         ("slurm", slurm(HET_SIZE="2"), "heterogeneous ... SLURM_HET_SIZE=2", None),
         ("slurm", {}, "no SLURM_JOB_ID ... TF_CONFIG", None),
+        ("slurm", SLURM, "Slurm job 200505, step 0 names only ... Type --ps=1, or use", ps(0)),
+        ("indexed_job", INDEXED_JOB, 'needs a "ps" task ... Type --ps=1, or use', ps(0, 3)),
         ("slurm", SLURM, "--ps=5 ... 5 task(s) ... srun --ntasks=N", ps(5)),
         ("auto", INDEXED_JOB, "not know how many pods ... --workers=N ... spec.completions", None),
         ("indexed_job", INDEXED_JOB, "this is pod 2 ... 2 pod(s) ... --workers", workers(2)),
@@ -187,6 +195,8 @@ SECOND_REPLICA = JOBSET | {"HOSTNAME": "train-worker-3-1"}
         ("jobset", SECOND_REPLICA, "worker-3-1' ... worker-0-1 ... replicas: 1", workers(3)),
         ("jobset", JOBSET, "pod 1 of job worker ... 1 pod(s) of job worker", ps(1, 1)),
         ("skypilot", SKYPILOT | {"SKYPILOT_NODE_RANK": "3"}, "3 address(es) ... RANK is 3", None),
+        ("skypilot", SKYPILOT | {"SKYPILOT_NUM_NODES": "4"}, "3 address(es) ... NODES is 4", None),
+        ("auto", TWO_OF_SKYPILOT, "1 address(es) ... NODES is 2", None),
         ("sagemaker", NO_JSON, "SM_RESOURCE_CONFIG is algo-1,algo-2, not as", None),
         ("sagemaker", UNKNOWN_HOST, 'algo-3 ... algo-1 ... {"current_host": "a"', None),
         ("sagemaker", {"SM_RESOURCE_CONFIG": "{}"}, "is {}, not as", None),

@@ -95,6 +95,23 @@ def test_group_that_cannot_be_read_is_said_once_and_starts_nothing(
     assert host.look() is Step.START
 
 
+def test_task_that_ends_while_the_group_is_damaged_starts_when_it_can_be_read(
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path)
+    assert host.begin() == [("worker 1", 0, 3)]
+    group = tmp_path / "membership" / "group-00000001.json"
+    group.parent.mkdir(exist_ok=True)
+    group.write_text("{")
+    assert host.look(Activity.RUNNING) is Step.NONE
+    assert host.policy.on_exit(Task("worker", 1), 75, Activity.IDLE) is None
+    assert host.start() == [], "the restart that the supervisor has planned"
+    assert host.begin() == []
+    group.unlink()
+    host.files.propose(Group(0, ALL), frozenset({0, 1}))
+    assert host.begin() == [("worker 1", 1, 2)]
+
+
 def test_outage_that_comes_again_is_said_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

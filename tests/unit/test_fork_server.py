@@ -70,17 +70,13 @@ with fork_server("label") as server:
     wait_for(lambda: server.reap_orphans(set()) or len(psutil.Process().children()) == 1)
 
     assert "label" in psutil.Process(server_pid).cmdline()
-    # A stopped fork server is killed, so that it cannot start the task later.
+    # A stopped fork server is killed, so that it cannot start the task later, and replaced.
     server._connection.settimeout(1.0)
     os.kill(server_pid, signal.SIGSTOP)
-    for _ in range(2):
-        try:
-            start(server)
-        except OSError as error:
-            assert str(error) == "the fork server has ended", error
-        else:
-            raise AssertionError("it has answered")
+    assert start(server).wait() == 2
     assert not psutil.pid_exists(server_pid)
+    (second,) = psutil.Process().children()
+    assert "label" in second.cmdline()
 assert psutil.Process().children() == []
 print("passed")
 """
@@ -140,7 +136,7 @@ def fail():
     raise ConnectionResetError("of the target")
 """
 SPAWN = """
-import json, os
+import errno, json, os, signal
 from trainer.local.fork_server import ForkServer
 
 with ForkServer("label", setup=["task:set_up"], preload=["wave"]) as server:
@@ -152,16 +148,42 @@ with ForkServer("label", setup=["task:set_up"], preload=["wave"]) as server:
     # An error of the target is an exit code, whatever its type.
     assert server.spawn("task:fail", "name", [], {}, {}).wait() == 1
     assert server.spawn("task:missing", "name", [], {}, {}).wait() == 1
+
+    # A request that cannot be sent is no reason to end.
+    first = server._process.pid
+    try:
+        server.spawn("task:write_state", "name", ["x" * (1 << 20)], {}, {700: write})
+    except OSError as error:
+        assert error.errno == errno.EMSGSIZE, error
+    else:
+        raise AssertionError("it was sent")
+    assert server.spawn("task:write_state", "name", [], {}, {700: write}).wait() == 0
+    assert server._process.pid == first
+    # One that was killed or stopped is replaced.
+    for signum in (signal.SIGKILL, signal.SIGSTOP):
+        former = server._process.pid
+        server._connection.settimeout(0.5)
+        os.kill(former, signum)
+        assert server.spawn("task:write_state", "name", [], {}, {700: write}).wait() == 0
+        assert not os.path.exists(f"/proc/{former}")
 """
 
 
-SPAWN_WITHOUT_A_MODULE = """
+SPAWN_IN_VAIN = """
+import os, signal
 from trainer.local.fork_server import ForkServer
 
 with ForkServer("label", preload=["no_such_module"]) as server:
     try:
         server.spawn("os:getpid", "name", [], {}, {})
     except OSError as error:
+        print(error)
+with ForkServer("label") as server:
+    os.kill(server._process.pid, signal.SIGSTOP)
+    server._connection.settimeout(0.1)
+    try:
+        server._ask(b"[]", [])
+    except TimeoutError as error:
         print(error)
 """
 
@@ -170,13 +192,14 @@ def test_target_is_called_after_setup_and_preload(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TARGET)
     ended = run_python("-c", SPAWN, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "set up by fork_server.py\n"  # Imported once.
+    assert ended.stdout == "set up by fork_server.py\n" * 3  # Imported once by each server.
     assert "ConnectionResetError: of the target" in ended.stderr
 
 
-def test_module_that_cannot_be_imported_is_an_error_of_the_caller() -> None:
-    ended = run_python("-c", SPAWN_WITHOUT_A_MODULE)
-    assert ended.stdout == "the fork server has ended\n", ended.stderr
+def test_server_that_ends_in_an_import_or_does_not_answer_is_an_error_of_the_caller() -> None:
+    ended = run_python("-c", SPAWN_IN_VAIN)
+    said = "the fork server has ended\nthe fork server did not answer\n"
+    assert ended.stdout == said, ended.stderr
     assert "No module named 'no_such_module'" in ended.stderr
 
 

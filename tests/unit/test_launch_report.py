@@ -95,6 +95,20 @@ def test_logs_deleted_during_the_run_are_made_anew_with_one_message(
     paths[0].unlink()
     logs.append(paths[0], b"last\n")
     assert paths[0].read_text() == "last\n"
+    logs.close()
+
+
+def test_log_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = TaskLogs(tmp_path / "tasks")
+    path = logs.path(Task("worker", 0))
+    logs.append(path, b"first\n")
+    with monkeypatch.context() as patch:
+        patch.delattr(Path, "open")
+        logs.append(path, b"second\n")
+    logs.close()
+    logs.append(path, b"third\n")
+    logs.close()
+    assert path.read_text() == "first\nsecond\nthird\n"
 
 
 def test_logs_that_cannot_be_written_are_reported_once_and_end_nothing(

@@ -305,34 +305,65 @@ def test_cut_connection_fails_at_both_ends_and_other_connections_stay(prefix: st
         assert other_accepted.recv(1) == b"x"
 
 
-@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("network", ["stays", "returns", "forgets"])
 def test_worker_leaves_only_for_a_ps_that_stays_silent(
-    returns: bool, monkeypatch: pytest.MonkeyPatch
+    network: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ps answers once. If the network `returns`, the chief does not answer either for 1.5 s."""
+    """The ps answers once. If the network returns, the chief does not answer either for 1.5 s.
+
+    If it forgets, the name of the ps becomes unknown.
+    """
+    returns = network == "returns"
     returns_at = time.monotonic() + 1.5 if returns else 0.0
     answers: Counter[str] = Counter()
+    chief, ps = f"chief-{network}:1", f"ps-{network}:1"  # Threads of the other networks live on.
 
     def identify_later(address: str) -> Task | None:
-        if time.monotonic() < returns_at and address == "chief:1":
+        if time.monotonic() < returns_at and address == chief:
             return None
         # The network returns between a check of the ps and the check of the chief.
-        if address == "ps:1" and answers["ps:1"] and not (returns and answers["chief:1"]):
+        if address == ps and answers[ps] and not (returns and answers[chief]):
+            if network == "forgets":
+                answers["unknown"] += 1
+                raise UnknownHostError(address)
             return None
         answers[address] += 1
-        return {"chief:1": Task("chief", 0), "ps:1": Task("ps", 0)}.get(address)
+        return {chief: Task("chief", 0), ps: Task("ps", 0)}.get(address)
 
-    monkeypatch.setattr(watching, "answer_at", identify_later)
-    jobs = {"chief": {0: "chief:1"}, "worker": {0: "worker:1"}, "ps": {0: "ps:1"}}
+    monkeypatch.setattr(watching, "identify", identify_later)
+    jobs = {"chief": {0: chief}, "worker": {0: "worker:1"}, "ps": {0: ps}}
     named: queue.Queue[Task] = queue.Queue()
     watch_servers(Cluster(jobs, Task("worker", 0)), 1.0, named.put)
     if returns:
-        wait_for(lambda: answers["ps:1"] >= 5, 30)
-        assert answers["chief:1"] == 1
+        wait_for(lambda: answers[ps] >= 5, 30)
+        assert answers[chief] == 1
+        assert named.empty()
+    elif network == "forgets":
+        wait_for(lambda: answers["unknown"] >= 20, 30)
         assert named.empty()
     else:
         assert named.get(timeout=30) == Task("ps", 0)
-        assert answers["chief:1"] >= 4
+        assert answers[chief] >= 4
+
+
+def test_unknown_name_between_two_refusals_says_nothing_about_a_peer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over, asked = threading.Event(), iter(range(6))
+
+    def identify_now(address: str) -> None:
+        if address != "peer:1":  # Of a thread of another test.
+            return
+        if (number := next(asked, 6)) == 6:
+            over.set()
+        if number % 2:
+            raise UnknownHostError(address)
+
+    monkeypatch.setattr(watching, "identify", identify_now)
+    jobs = {"worker": {0: "own:1", 1: "peer:1"}}
+    watch_peers(Cluster(jobs, Task("worker", 0)), 1.0, lambda _: None, over)
+    assert over.wait(30)
+    assert caplog.text.count("(peer:1) accepts no connection") == 1
 
 
 # Hosts that a host without a network does not find.

@@ -62,15 +62,23 @@ def test_port_that_the_former_process_still_has_is_waited_for() -> None:
         timer.join()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "", "::1", "::"])
-def test_page_is_served_at_addresses_of_both_versions(host: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "", "::1", "::", "ipv6.invalid"])
+def test_page_is_served_at_addresses_of_both_versions(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (port,) = free_ports(1)
+    if host == "ipv6.invalid":  # A name that has only an address of IPv6.
+        found = socket.getaddrinfo("::1", port, type=socket.SOCK_STREAM)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     flags = [f"--metrics_port={port}", f"--metrics_host={host}"]
     with parsed(["--config=configs/digits.py", *flags]):
         listener = metrics_listener(is_chief=True)
+    monkeypatch.undo()
     assert listener
     page = MetricsPage(listener, str(tmp_path), last_step=10)
-    for reached in {"::1": ["[::1]"], "::": ["[::1]", "127.0.0.1"]}.get(host, ["127.0.0.1"]):
+    ipv4, ipv6 = ["127.0.0.1"], ["[::1]"]
+    addresses = {"::1": ipv6, "ipv6.invalid": ipv6, "::": ipv6 + ipv4}
+    for reached in addresses.get(host, ipv4):
         with urllib.request.urlopen(f"http://{reached}:{port}/metrics", timeout=10) as answer:
             assert b"trainer_last_step 10" in answer.read()
     page.end(10)

@@ -83,6 +83,7 @@ def test_workers_are_counted_with_their_hosts() -> None:
         ("", True),  # Mistakes, which are explained.
         ("{", True),
         ("[]", True),
+        ('{"cluster": {"worker": ["a:1"]}, "cluster": {}}', True),
     ],
 )
 def test_empty_cluster_is_that_of_one_process(text: str | None, is_one: bool) -> None:
@@ -120,6 +121,9 @@ def test_forms_of_addresses_and_indices_are_understood(
 
 def test_generation_of_an_elastic_cluster_is_kept() -> None:
     config = json.loads(tf_config({"worker": WORKERS}))
+    for foreign in (None, "3", 1.5, [1], True):  # Of another program.
+        text = json.dumps(config | {"generation": foreign})
+        assert parse_tf_config(text, "multiworker").generation is None
     assert parse_tf_config(json.dumps(config), "multiworker").generation is None
     cluster = parse_tf_config(json.dumps(config | {"generation": 3}), "multiworker")
     for text in (cluster.tf_config(), cluster.training_tf_config()):
@@ -149,6 +153,8 @@ def test_training_tf_config_has_no_evaluator() -> None:
         ("1", ("object", "is 1")),
         ('{"task": {}, "job": 1}', ('with "cluster"', 'is {"task": {}, "job": 1}')),
         ('{"cluster": []}', ('"cluster"', 'is {"cluster": []}')),
+        ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', ('"worker" twice', "one name")),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {}, "task": {}}', ('"task" twice',)),
         ('{"cluster": {"worker": []}}', ("no addresses", '"worker": [')),
         ('{"cluster": {"worker": ["a:1"]}}', ('needs "task"', "none", '"index": 0')),
         ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}', ('needs "task"',)),
@@ -195,6 +201,7 @@ def test_malformed_address_is_explained(address: object) -> None:
     [
         ({"worker": "a:1,b:1"}, ('"worker"', "list", "a:1,b:1", '["host:port"]')),
         ({"worker": {"x": "a:1"}}, ('"worker"', "'x'", '{"0": "host:port"}')),
+        ({"worker": {"0": "a:1", "00": "b:1"}}, ("different", "['0', '00']", '{"0": "host:port"}')),
         ({"worker": {"0": "a:1", "2": "b:1"}}, ("worker 0, 2", "not worker 1")),
         ({"worker": ["a:1", "A:1 "]}, ("a:1", "both worker 0 and worker 1")),
         ({"worker": ["a:1"], "chief": ["a:1"]}, ("both worker 0 and chief 0",)),

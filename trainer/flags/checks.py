@@ -89,11 +89,13 @@ def metrics_listener(*, is_chief: bool) -> socket.socket | None:
         return None
     if inherited := os.environ.pop(METRICS_FD, None):
         return socket.socket(fileno=int(inherited))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # The first of IPv4 if there is one: localhost is 127.0.0.1, too.
+        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return when_released(
-            lambda: socket.create_server((host, port), family=family, dualstack_ipv6=both)
+            lambda: socket.create_server(address, family=family, dualstack_ipv6=both)
         )
     except OSError as error:
         raise ConfigError(

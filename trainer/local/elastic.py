@@ -56,14 +56,18 @@ class ElasticPolicy(FixedPolicy):
         self._generation = -1  # In which the task was started last.
         self._is_regrouping = False  # The task was asked to end because the group changes.
         self._is_done = False
-        self._failure = ""  # To read the group; said once.
+        self._failure = ""  # To read the group at the last look; said once.
         cluster = self._cluster_of(range(len(membership.addresses)))
         super().__init__(cluster, [cluster.task])
 
     @override
     def to_start(self, tasks: Collection[Task]) -> Collection[Task]:
-        """Returns the task of this host in the newest group; nothing if it is not a member."""
-        if self._own not in self._group.members:
+        """Returns the task of this host in the newest group; nothing if it is not a member.
+
+        While the group cannot be read, nothing starts: the task could be one of a former group, and
+        would end at once.
+        """
+        if self._failure or self._own not in self._group.members:
             return ()
         self._generation = self._group.generation
         cluster = self._cluster_of(sorted(self._group.members))

@@ -114,18 +114,13 @@ class ForkServer:
                 the fork prints where this process prints.
             namespace: Descriptors of namespaces to enter.
 
-        Raises OSError if the fork failed, or if the fork server has ended or did not answer.
+        Raises OSError if the fork failed, or if the fork server ended or did not answer, twice.
         """
         request = json.dumps([target, name, list(argv), dict(env), list(fds)]).encode()
         try:
-            socket.send_fds(self._connection, [request], [*fds.values(), *namespace])
-            answer = self._connection.recv(_MAX_BYTES).decode()
-            self._connection.settimeout(_FORK_TIMEOUT_SECS)
-        except OSError:
-            answer = ""
-        if not answer:  # Killed, or stopped. A fork that comes late finds no launcher, and ends.
-            self.__exit__()
-            raise OSError("the fork server has ended")
+            answer = self._ask(request, [*fds.values(), *namespace])
+        except (ConnectionError, TimeoutError):  # Killed, or stopped.
+            answer = self._ask(request, [*fds.values(), *namespace])
         if not answer.isdigit():
             raise OSError(f"the fork server could not fork: {answer}")
         return Fork(int(answer))
@@ -140,6 +135,27 @@ class ForkServer:
             if ended is None or ended.si_pid in known or ended.si_pid == self._process.pid:
                 return  # Another caller reaps this process; later orphans wait until then.
             os.waitpid(ended.si_pid, 0)
+
+    def _ask(self, request: bytes, fds: Sequence[int]) -> str:
+        """Returns the process id of the fork, or an error message.
+
+        After a ConnectionError or a TimeoutError the next call starts another fork server.
+        """
+        if self._process.returncode is not None:
+            self.__enter__()
+        try:
+            socket.send_fds(self._connection, [request], fds)
+            answer = self._connection.recv(_MAX_BYTES).decode()
+        except TimeoutError:
+            self.__exit__()  # A fork that comes late finds no launcher, and ends.
+            raise TimeoutError("the fork server did not answer") from None
+        except ConnectionError:
+            answer = ""
+        if not answer:
+            self.__exit__()
+            raise ConnectionResetError("the fork server has ended")
+        self._connection.settimeout(_FORK_TIMEOUT_SECS)
+        return answer
 
 
 def _serve(connection: socket.socket, launcher: int) -> Callable[[], object]:

@@ -108,6 +108,7 @@ class Supervisor:
                 for process in self._running.values():
                     process.send(signal.SIGKILL)
                     process.reap()
+                self._logs.close()
         is_stopped = self._num_stops > 0
         report = LaunchReport(self._ends, self._restarts, is_stopped, self._exit_of_others)
         launch_report.print_summary(report, self._logs)

@@ -9,10 +9,11 @@ message. Lines that cannot be written are missing, with one message for each fil
 
 import contextlib
 import datetime
+import os
 import sys
 import threading
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from strategies.cluster.tf_config import Task
 
@@ -24,6 +25,7 @@ class TaskLogs:
         self.directory = directory
         self._was_made = False
         self._incomplete: set[Path] = set()
+        self._files: dict[Path, BinaryIO] = {}  # To open one for each line is slow on NFS.
         self._lock = threading.Lock()  # Each task's output has its own thread.
 
     def path(self, task: Task) -> Path:
@@ -33,28 +35,39 @@ class TaskLogs:
     def append(self, path: Path, content: bytes, *, begins_line: bool = False) -> None:
         """Appends `content`; if it `begins_line`, after the end of a line that was left open."""
         try:
-            self._make_directory()
-            with path.open("ab", buffering=0) as file:  # Each time: it may have been deleted.
+            with self._lock:
+                file = self._files.pop(path, None)  # After an error it is opened again.
+                if file is None or not os.fstat(file.fileno()).st_nlink:  # It was deleted.
+                    if file:
+                        file.close()
+                    self._make_directory()
+                    file = path.open("ab", buffering=0)
                 if begins_line and file.tell():
                     content = b"\n" + content
                 file.write(content)
+                self._files[path] = file
         except OSError as error:  # For example, the disk is full.
             if path not in self._incomplete:
                 say(f"Lines are missing in {path}: {error}")
             self._incomplete.add(path)
 
-    def _make_directory(self) -> None:
+    def close(self) -> None:
+        """Closes all logs. A later `append` opens its log again."""
         with self._lock:
-            if self.directory.is_dir():
-                return
-            run = self.directory.parent
-            deleted, lost = self.directory, "earlier logs"
-            if not run.is_dir():
-                deleted, lost = run, "all files of the run so far"
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if self._was_made:
-                say(f"{deleted} was deleted, with {lost}. It is made anew.")
-            self._was_made = True
+            while self._files:
+                self._files.popitem()[1].close()
+
+    def _make_directory(self) -> None:
+        if self.directory.is_dir():
+            return
+        run = self.directory.parent
+        deleted, lost = self.directory, "earlier logs"
+        if not run.is_dir():
+            deleted, lost = run, "all files of the run so far"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._was_made:
+            say(f"{deleted} was deleted, with {lost}. It is made anew.")
+        self._was_made = True
 
 
 def now() -> str:

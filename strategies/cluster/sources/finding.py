@@ -30,7 +30,7 @@ from strategies.cluster.sources.base import (
     first_port,
     found_by_rank,
 )
-from strategies.cluster.tf_config import ClusterError
+from strategies.cluster.tf_config import ClusterError, object_without_repeats
 
 # Variables of Slurm, Kubernetes and SageMaker.
 _NODES, _TASKS_PER_NODE = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
@@ -47,8 +47,9 @@ _NAME = rf"(?:[^\s,\[\]]|{_RANGES})+"
 def is_described(environment: Mapping[str, str]) -> bool:
     """Returns True if TF_CONFIG has a cluster; an empty one is TensorFlow's for one process."""
     try:
-        config = json.loads(environment.get("TF_CONFIG", "{}"))
-    except json.JSONDecodeError:
+        text = environment.get("TF_CONFIG", "{}")
+        config = json.loads(text, object_pairs_hook=object_without_repeats)
+    except (json.JSONDecodeError, ClusterError):
         return True  # Whoever parses it says what is wrong.
     return not isinstance(config, dict) or (bool(config) and config.get("cluster") != {})
 
@@ -196,9 +197,11 @@ def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
     """
     variables = Variables("SkyPilot", environment)
     nodes, rank = variables.get("SKYPILOT_NODE_IPS").split(), variables.number("SKYPILOT_NODE_RANK")
-    if rank >= len(nodes):
+    num_nodes = environment.get("SKYPILOT_NUM_NODES", str(len(nodes)))
+    if num_nodes != str(len(nodes)) or rank >= len(nodes):
         raise variables.error(
-            f"SKYPILOT_NODE_IPS has {len(nodes)} address(es), and SKYPILOT_NODE_RANK is {rank}"
+            f"SKYPILOT_NODE_IPS has {len(nodes)} address(es), SKYPILOT_NUM_NODES is {num_nodes}, "
+            f"and SKYPILOT_NODE_RANK is {rank}"
         )
     task = environment.get("SKYPILOT_TASK_ID", "")
     where = f"SkyPilot task {task}" if task else "SkyPilot"
