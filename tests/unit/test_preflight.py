@@ -96,6 +96,13 @@ def test_file_in_the_place_of_a_directory_is_refused(name: str, tmp_path: Path) 
         check_model_dir(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["config.json", "result.json", "metrics.jsonl"])
+def test_directory_in_the_place_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ModelDirError, match=f"{name} is a directory.* Move it"):
+        check_model_dir(str(tmp_path))
+
+
 def test_full_disk_is_no_usage_error(tmp_path: Path) -> None:
     with mounted("-t", "tmpfs", "-o", "size=32k", "tmpfs", at=tmp_path):
         with pytest.raises(DiskError, match=r"No space left on device\. Make room"):
