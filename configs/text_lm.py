@@ -11,10 +11,13 @@ is the same in bits, and `perplexity` is its exponential.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
 
+from data.features import ExampleParse
+from data.tfrecord.fixed_layout import Column
 from trainer.config import Config
 from trainer.step.options import ClipConfig, ScheduleConfig
 
@@ -56,14 +59,31 @@ def get_config() -> TextConfig:
     )
 
 
-def parse(serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
-    """Records -> sequences, and the byte after each of their bytes, int32 [n, LENGTH]."""
+def decode(raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
+    """Records -> sequences, and the byte after each of their bytes, uint8 [n, LENGTH]."""
     import tensorflow as tf
 
-    spec = {"bytes": tf.io.FixedLenFeature([], tf.string)}
-    values = tf.io.decode_raw(tf.io.parse_example(serialized, spec)["bytes"], tf.uint8)
-    values = tf.cast(tf.ensure_shape(values, [None, LENGTH + 1]), tf.int32)
+    values = raw["bytes"]
+    if values.dtype == tf.string:
+        lengths = tf.strings.length(values) - 1
+        message = (
+            f"A sequence does not have LENGTH = {LENGTH} of the config file: data.prepare needs "
+            f"--length={LENGTH}; or change LENGTH to the length here:"
+        )
+        fits = tf.reduce_all(lengths == LENGTH)
+        with tf.control_dependencies([tf.debugging.Assert(fits, [message, lengths])]):
+            values = tf.io.decode_raw(values, tf.uint8, fixed_length=LENGTH + 1)
     return values[:, :-1], values[:, 1:]
+
+
+def to_int32(inputs: "tf.Tensor", labels: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
+    """Done in the step, so that a cache and queues hold bytes."""
+    import tensorflow as tf
+
+    return tf.cast(inputs, tf.int32), tf.cast(labels, tf.int32)
+
+
+parse = ExampleParse({"bytes": Column("bytes", num_bytes=LENGTH + 1)}, decode, to_int32)
 
 
 def build_model(config: TextConfig) -> keras.Model:

@@ -146,4 +146,10 @@ def open_source(name: str, path: str | None, options: Options) -> Source:
         raise DataError(f"There is no --source={path}. Give a file or directory that exists.")
     module = f"data.prepare.sources.{entry.module or kind}"
     found = import_extra(module, entry.extra, f"The data set {name}")
-    return cast(Source, found.source(following or name, path or "", options))
+    try:
+        return cast(Source, found.source(following or name, path or "", options))
+    except NotADirectoryError:
+        raise DataError(
+            f"--source={path} is a file, and {name} is made from {entry.made_from}. Give their "
+            "directory: --source=DIR"
+        ) from None

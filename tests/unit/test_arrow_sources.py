@@ -521,10 +521,17 @@ def test_numbers_that_are_all_missing_are_numbers(tmp_path: Path) -> None:
     assert set(found["null"]) == {b""}
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [letter * 200_000 for letter in "ab" * 200],
+        [""] * 100 + [letter * 20_000 for letter in "ab" * 1000],
+    ],
+    ids=["of one size", "small ones first"],
+)
 def test_rows_that_are_larger_in_memory_than_in_the_file_are_read_few_at_a_time(
-    tmp_path: Path,
+    texts: list[str], tmp_path: Path
 ) -> None:
-    texts = [letter * 200_000 for letter in "ab" * 200]
     write(tmp_path / "a.parquet", {"x": texts})
     assert (tmp_path / "a.parquet").stat().st_size < 100_000
     (chunk,) = _chunks(str(tmp_path / "a.parquet"), {}, {})

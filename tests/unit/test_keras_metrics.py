@@ -131,7 +131,9 @@ class Within(keras.metrics.Metric):
 
     def __init__(self, tolerance: float = 0.5, inner: Any = None, **kwargs: Any) -> None:
         super().__init__(name=kwargs.get("name", "within"))
-        self.is_close: Any = lambda error: error < tolerance
+        self.tolerance: Any = tolerance
+        self.count: Any = self.add_variable((), "ones", name="count")
+        self.is_close: Any = lambda error: error < self.tolerance + 0 * self.count
         self.mean = inner or keras.metrics.Mean()
         self.uses = 0
 
@@ -151,7 +153,11 @@ def arguments_of_metrics() -> list[Any]:
     own = keras.metrics.MeanMetricWrapper(scaled, name="scaled", factor=2.0)
     auc = keras.metrics.AUC(curve="PR", name="auc")
     auc.name = "area"
-    return [Within(), Within(0.2, name="a"), Within(0.9, keras.metrics.Sum(), name="b"), own, auc]
+    late, replaced = Within(name="late"), keras.metrics.MeanSquaredError(name="replaced")
+    late.tolerance = np.float32(0.2)
+    replaced._fn = lambda labels, outputs: 3 * outputs[:, 0]
+    inner = Within(0.9, keras.metrics.Sum(), name="b")
+    return [Within(), Within(0.2, name="a"), inner, own, auc, late, replaced]
 
 
 @pytest.mark.parametrize("is_of_file", [True, False])
@@ -166,7 +172,7 @@ def test_metric_keeps_its_arguments(is_of_file: bool) -> None:
         found = metrics.results(metrics.update(*part).numpy())
         del found["area"]
         within = {"within": 1 / size, "a": 0, "b": size, "scaled": [0.6, 1.0][size - 1]}
-        assert found == pytest.approx(within)
+        assert found == pytest.approx(within | {"late": 0, "replaced": 1.5 * within["scaled"]})
 
 
 def test_metric_object_with_variables_is_given_once() -> None:

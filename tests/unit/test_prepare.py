@@ -256,6 +256,8 @@ def test_wrong_idx_files_are_named(
         ("unheard_of", "--source=DIR"),
         ("mnist", "train-images-idx3-ubyte.gz"),
         ("mnist --source=nowhere", "There is no --source=nowhere"),
+        (f"mnist --source={__file__}", "made from the IDX files train-images-idx3-ubyte.gz"),
+        (f"folder:x --source={__file__}", "class folders of PNG or JPEG files. Give their dir"),
         ("what?:x", "Known: digits"),
         ("rewrite", "--data_dir=OTHER_DIR"),
         ("cifar10 --source=.", "Unpack cifar-10-binary.tar.gz and give the directory"),

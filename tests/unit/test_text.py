@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from data.disk_reader import DiskReader
+from data.features import ExampleParse
 from data.prepare import catalog
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, Source
@@ -135,10 +136,14 @@ def test_language_model_is_causal_and_its_metrics_agree(sentences: Path) -> None
 
 def test_language_model_refuses_sequences_of_another_length() -> None:
     parse = load_recipe("configs/text_lm.py").parse
-    assert parse is not None
-    records = [example_bytes({"bytes": bytes(513)})] * 2
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[2,513\]"):
-        parse(tf.constant(records))
+    assert isinstance(parse, ExampleParse)
+    assert [part.dtype for part in parse.narrow(records_of(257))] == [tf.uint8] * 2
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"= 256 .* --length=256.*\s+512"):
+        parse(records_of(513))
+
+
+def records_of(num_bytes: int) -> tf.Tensor:
+    return tf.constant([example_bytes({"bytes": bytes(num_bytes)})] * 2)
 
 
 @pytest.mark.slow

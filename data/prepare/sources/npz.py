@@ -67,8 +67,8 @@ class _Column(NamedTuple):
             name = self.member.removesuffix(".npy")
             raise DataError(
                 f"{self.path}: {name} is {self.dtype.name} {list(self.shape)}, which a record "
-                f"cannot hold. Save {name}.astype(np.int64), for example: one of "
-                f"{', '.join(RAW)}, or strings [N], which keep ids above 2**63."
+                f"cannot hold. Save it as one of {', '.join(RAW)}, or as strings [N]; uint64 as "
+                f"int64 only if all are below 2**63, else [N] as {name}.astype(str)."
             )
         return TableColumn(node, self.row_bytes, self.convert)
 

@@ -5,22 +5,25 @@
     metric = made_anew(described)   # with variables
 
 A described metric remembers the arguments of its class: many classes have no `get_config`, or one
-that lacks arguments. Keras is changed when it is first imported within the context, since the
-importing process may not need it. Python 3.11 to 3.13 have no documented way to act before the
-first import of a module by any code: `builtins.__import__` is replaced until then. Keras 3.15 has
-no public way to make a metric without variables. Can be deleted when keras.metrics makes variables
-at the first update.
+that lacks arguments. What a file sets afterwards is copied if it is plain. Keras is changed when it
+is first imported within the context, since the importing process may not need it. Python 3.11 to
+3.13 have no documented way to act before the first import of a module by any code:
+`builtins.__import__` is replaced until then. Keras 3.15 has no public way to make a metric without
+variables. Can be deleted when keras.metrics makes variables at the first update.
 """
 
 import builtins
 import contextlib
+import numbers
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import keras
+
+_PLAIN = (numbers.Number, str, NoneType, FunctionType)
 
 
 @contextlib.contextmanager
@@ -68,14 +71,26 @@ def _new(kind: type["keras.metrics.Metric"], *args: Any, **kwargs: Any) -> "kera
 
 
 def made_anew(metric: "keras.metrics.Metric") -> "keras.metrics.Metric":
-    """Returns a metric as `metric`, with variables; or `metric`, if its arguments are unknown."""
+    """Returns a metric as `metric`, with variables; or `metric`, if it is not only described."""
     import keras  # The importing process may not need it.
 
-    if (arguments := vars(metric).get("__arguments")) is None:
+    arguments = vars(metric).get("__arguments")
+    if arguments is None or metric.variables:
         return metric
     args, kwargs = keras.tree.map_structure(
         lambda part: made_anew(part) if isinstance(part, keras.metrics.Metric) else part, arguments
     )
     made = type(metric)(*args, **kwargs)
-    made.name = metric.name  # Keras gives each object without a name another one.
+    vars(made).update(
+        {name: x for name, x in vars(metric).items() if _was_set(x, vars(made).get(name))}
+    )
     return made
+
+
+def _was_set(value: object, made: object) -> bool:
+    """Returns True if a file may have set an attribute to `value`; `made`: of the new metric."""
+    if value is None:  # A described metric has None in place of a variable, too.
+        return isinstance(made, _PLAIN)
+    if isinstance(value, FunctionType):  # A function of __init__ may refer to its own metric.
+        return value.__code__ is not getattr(made, "__code__", None)
+    return isinstance(value, _PLAIN)
