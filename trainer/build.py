@@ -4,7 +4,6 @@ learner = executor.build(lambda: build_learner(recipe))
 checkpointer = build_checkpointer(recipe, "runs/a", inputs, learner)
 """
 
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 
 from data.system.compat.keras_layers import all_layers
 from data.system.compat.keras_optimizers import given_rate
@@ -409,35 +409,21 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
             f"{function} has a schedule, and config.schedule is another: {config.schedule}. Give "
             "the optimizer config.learning_rate, or leave config.schedule out."
         )
-    notes = _without_effect(recipe, optimizer, function)
     adopted = adopt(optimizer, model.trainable_variables)
-    adopted.notes += notes
+    adopted.notes += _other_than_typed(recipe, adopted.optimizer, function)
     return adopted
 
 
-def _without_effect(recipe: Recipe, optimizer: keras.Optimizer, function: str) -> list[str]:
-    """Says which options of the command line `function`, which made `optimizer`, does not use."""
-    typed, config = overridden_fields(recipe), recipe.config
-    unused = {}
-    if "optimizer" in typed and type(optimizer).__name__.lower() != config.optimizer.lower():
-        unused["optimizer"] = f"chooses {type(optimizer).__name__}"
-    if "learning_rate" in typed and recipe.build_optimizer:
-        other = dataclasses.replace(config, learning_rate=2 * config.learning_rate)
-        again = made_optimizer(recipe.build_optimizer(other), function, other.learning_rate)
-        if _rate_of(again) == _rate_of(optimizer):
-            unused["learning_rate"] = "chooses the learning rate"
+def _other_than_typed(recipe: Recipe, optimizer: keras.Optimizer, function: str) -> list[str]:
+    """Says which option of the command line is another in `optimizer`, which `function` made."""
+    config, rate = recipe.config, given_rate(optimizer)
+    kind, others = type(optimizer).__name__, {}
+    if kind.lower() != config.optimizer.lower():
+        others["optimizer"] = f"{kind}. It can use config.optimizer instead"
+    if isinstance(rate, keras.Variable) and rate.numpy() != np.float32(config.learning_rate):
+        others["learning_rate"] = f"the learning rate {rate.numpy():g}"
     return [
-        f"config.{name}={getattr(config, name)}: {function} {what}. It can use config.{name} "
-        "instead."
-        for name, what in unused.items()
+        f"config.{name}={getattr(config, name)}: {function} chooses {other}."
+        for name, other in others.items()
+        if name in overridden_fields(recipe)
     ]
-
-
-def _rate_of(optimizer: keras.Optimizer) -> Any:
-    """The learning rate, or the config of a schedule; what equals nothing if that is not known."""
-    rate = given_rate(optimizer)
-    if isinstance(rate, keras.Variable):
-        return float(rate.numpy())
-    with contextlib.suppress(Exception):  # Of a function, or of a user's class.
-        return rate.get_config()
-    return object()

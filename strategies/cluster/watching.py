@@ -138,8 +138,7 @@ def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Ta
         num_proofs = 0
         while num_proofs < _PROOFS or time.monotonic() - last_seen <= timeout_secs:
             time.sleep(poll_secs)
-            # A name that is unknown at the moment says nothing about its host.
-            with contextlib.suppress(UnknownHostError):
+            try:
                 if identify(cluster.address_of(ps)) not in ("silent", None):
                     last_seen, num_proofs = time.monotonic(), 0
                 # If the ps is lost for all, the chief ends.
@@ -147,6 +146,8 @@ def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Ta
                     num_proofs += 1
                 else:
                     num_proofs = 0
+            except UnknownHostError:  # It says nothing about its host.
+                num_proofs = 0
         on_silent(ps)
 
     for index in cluster.jobs["ps"]:

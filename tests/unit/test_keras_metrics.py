@@ -135,11 +135,12 @@ class Within(keras.metrics.Metric):
         self.count: Any = self.add_variable((), "ones", name="count")
         self.is_close: Any = lambda error: error < self.tolerance + 0 * self.count
         self.mean = inner or keras.metrics.Mean()
-        self.uses = 0
+        self.uses, self.bounds = 0, [9.0]
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.uses += 1
         self.mean.update_state(self.is_close(keras.ops.abs(y_true - y_pred)))
+        assert self.bounds == ([0.1] if self.name == "late" else [9.0])
 
     def result(self) -> Any:
         return self.mean.result()
@@ -154,7 +155,7 @@ def arguments_of_metrics() -> list[Any]:
     auc = keras.metrics.AUC(curve="PR", name="auc")
     auc.name = "area"
     late, replaced = Within(name="late"), keras.metrics.MeanSquaredError(name="replaced")
-    late.tolerance = np.float32(0.2)
+    late.tolerance, late.bounds = np.float32(0.2), [0.1]
     replaced._fn = lambda labels, outputs: 3 * outputs[:, 0]
     inner = Within(0.9, keras.metrics.Sum(), name="b")
     return [Within(), Within(0.2, name="a"), inner, own, auc, late, replaced]

@@ -93,4 +93,8 @@ def _was_set(value: object, made: object) -> bool:
         return isinstance(made, _PLAIN)
     if isinstance(value, FunctionType):  # A function of __init__ may refer to its own metric.
         return value.__code__ is not getattr(made, "__code__", None)
+    if isinstance(value, (list, tuple, dict)):
+        parts = list(value.values() if isinstance(value, dict) else value)
+        is_plain = all(part is not None and isinstance(part, _PLAIN) for part in parts)
+        return bool(parts) and is_plain and value != made
     return isinstance(value, _PLAIN)

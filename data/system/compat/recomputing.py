@@ -118,7 +118,7 @@ class _Call:
         replay: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._function, self._given, self._replay = function, (args, kwargs), replay
-        self._leaves = tf.nest.flatten(self._given)
+        self._leaves = tf.nest.flatten(self._given, expand_composites=True)
         self._places = [i for i, leaf in enumerate(self._leaves) if _has_gradient(leaf)]
         self._inputs = [self._leaves[i] for i in self._places]
         self._masks = list(map(get_keras_mask, self._inputs))  # Some layers remove them.
@@ -134,7 +134,7 @@ class _Call:
         for i, mask, value in zip(self._places, self._masks, inputs, strict=True):
             set_keras_mask(value, mask)
             leaves[i] = value
-        args, kwargs = tf.nest.pack_sequence_as(self._given, leaves)
+        args, kwargs = tf.nest.pack_sequence_as(self._given, leaves, expand_composites=True)
         scope = keras.StatelessScope(collect_losses=True)
         scope.state_mapping = dict(state)
         with self._replay(), _attributes(self._contexts), scope:
@@ -171,16 +171,16 @@ class _Call:
                 again = _after(sources, upstream)
                 tape.watch(again)
                 state = {**given, **dict(zip(keys, again[num_inputs:], strict=True))}
-                outputs = tf.nest.flatten(self._again(again[:num_inputs], state))
-            outputs = list(filter(_has_gradient, outputs))
-            return tape.gradient(outputs, again, output_gradients=list(upstream))
+                outputs = self._again(again[:num_inputs], state)
+            outputs = filter(_has_gradient, tf.nest.flatten(outputs, expand_composites=True))
+            return tape.gradient(list(outputs), again, output_gradients=list(upstream))
 
         # The original results stay on the tape: a penalty that a layer adds may depend on them.
-        flat = tf.nest.flatten(results)
+        flat = tf.nest.flatten(results, expand_composites=True)
         with record.stop_recording():
             copies = [tf.identity(x) if _has_gradient(x) else x for x in flat]
         record.record_operation("recompute", [*filter(_has_gradient, copies)], sources, gradient)
-        return tf.nest.pack_sequence_as(results, copies)
+        return tf.nest.pack_sequence_as(results, copies, expand_composites=True)
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ def _attributes(values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
+    return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
 
 
 def _after(values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -206,6 +206,6 @@ def _after(values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[t
     No number is infinite and not a number, so that 0 is added; but XLA does not know this.
     """
     (first, *_) = (x for x in upstream if x is not None)
-    number = tf.reduce_max(tf.reshape(first, [-1])[:1])
+    number = tf.reduce_max(tf.math.real(tf.reshape(first, [-1])[:1]))
     zero = tf.math.is_nan(number) & tf.math.is_inf(number)
     return [value + tf.cast(zero, value.dtype) for value in values]

@@ -215,3 +215,20 @@ def test_table_in_a_layer_that_recomputes_has_its_gradient() -> None:
         found.append([tf.convert_to_tensor(g) for g in learner.gradients(batch)[0]])
     assert len(found[0]) > 2
     assert_close(*found)
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_complex_and_ragged_arguments_have_their_gradients(in_scope: bool) -> None:
+    variable = keras.Variable([1.0, 2.0])
+    found = []
+    for wrapped in (tf.recompute_grad, lambda function: function):
+        square: Any = wrapped(lambda z, ragged: z * z + tf.cast(tf.reduce_sum(ragged**2), z.dtype))
+        value = tf.constant([1.0, 2.0])
+        scope = keras.StatelessScope([(variable, value)]) if in_scope else contextlib.nullcontext()
+        with scope, tf.GradientTape() as tape:
+            tape.watch(value)
+            frequencies = tf.signal.fft(tf.cast(value, tf.complex64))
+            ragged = tf.RaggedTensor.from_row_lengths(value, [1, 1]) if in_scope else value
+            loss = tf.reduce_sum(tf.abs(square(frequencies, ragged)))
+        found.append([tape.gradient(loss, value)])
+    assert_close(*found)
